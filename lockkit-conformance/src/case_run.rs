@@ -7,22 +7,37 @@ use lockkit_core::{
     RunError,
     spi::{BackendInfo, Claim, ClaimRequest, Mode, OwnerId, chain},
 };
-use tokio::time::{Instant, sleep, timeout};
+use tokio::time::sleep;
 
 use crate::{
     Harness,
-    helper::{Helper, Launch},
+    helper::{Helper, Launch, Request},
     history::{Limits, Property, Violation},
+    stall::{Stopwatch, timeout},
 };
 
-/// The bound for "at once" on a busy machine, for things that ought to take microseconds or one round trip.
+/// The bound for "at once" on a busy machine, for things that ought to take microseconds or one round trip. Few cases promise that;
+/// the others wait with [`PATIENCE`].
 pub(crate) const PROMPT: Duration = Duration::from_secs(1);
+
+/// What has not come within it never comes. It is far below a [`lasting`] lease, whose end would bring it, too.
+pub(crate) const PATIENCE: Duration = Duration::from_secs(20);
 
 /// No case takes longer than this; one that does hangs. What it waits for dead holders is not in it.
 pub(crate) const LIMIT: Duration = Duration::from_secs(60);
 
 /// The most dead holders that a case waits for, one after the other.
 pub(crate) const MOST_DEATHS: u32 = 3;
+
+/// Ends the case as failed unless the condition holds.
+macro_rules! ensure {
+    ($condition:expr, $($message:tt)+) => {
+        if !$condition {
+            return Err($crate::case_run::failed(format!($($message)+)));
+        }
+    };
+}
+pub(crate) use ensure;
 
 /// A lease so long that only a release frees the lock.
 pub(crate) fn lasting() -> AcquireOptions {
@@ -111,16 +126,6 @@ pub(crate) fn failed(what: impl fmt::Display) -> Stop {
     Stop::Failed(format!("{what} ({}:{})", here.file(), here.line()))
 }
 
-/// Ends the case as failed unless the condition holds.
-macro_rules! ensure {
-    ($condition:expr, $($message:tt)+) => {
-        if !$condition {
-            return Err($crate::case_run::failed(format!($($message)+)));
-        }
-    };
-}
-pub(crate) use ensure;
-
 /// One run of one case.
 #[derive(Debug)]
 pub(crate) struct CaseRun {
@@ -193,6 +198,38 @@ impl CaseRun {
         self.harness.freed_after_death(client)
     }
 
+    /// Returns that time on a machine that is as busy as this one: with three times what it takes to pass on a lock that `helper`
+    /// releases. A release is no slower than a death, but for what a death has to wait for.
+    pub(crate) async fn freed_after_death_here(
+        &self,
+        client: &LockClient,
+        helper: &mut Helper,
+    ) -> Result<Duration, Stop> {
+        let (name, mut slowest) = (self.name("control"), Duration::ZERO);
+        for _ in 0..3 {
+            let request = Request {
+                slot: "control",
+                mode: Mode::Exclusive,
+                ttl: LIMIT,
+                name: &name,
+            };
+            helper.hold(&request).await?;
+            let lock = self.lock_of(client, "control")?;
+            let waiter = tokio::spawn(async move { lock.acquire().await });
+            sleep(Duration::from_millis(50)).await;
+            let watch = Stopwatch::start();
+            helper.send("release control")?;
+            let guard = within(PATIENCE, "the control is passed on", waiter)
+                .await?
+                .map_err(failed)??;
+            slowest = slowest.max(watch.elapsed());
+            let answer = helper.reply().await?;
+            ensure!(answer == "released", "the control was not released: `{answer}`");
+            guard.release().await?;
+        }
+        Ok(self.freed_after_death(client) + 3 * slowest)
+    }
+
     pub(crate) fn detection(&self, info: &BackendInfo) -> Duration {
         self.harness.detection(info)
     }
@@ -216,7 +253,7 @@ impl CaseRun {
     }
 }
 
-/// Awaits `work`, which has to end within `limit`.
+/// Awaits `work`, which has to end within `limit` of a machine that runs.
 #[track_caller]
 pub(crate) fn within<F: Future>(
     limit: Duration,
@@ -294,14 +331,14 @@ pub(crate) async fn is_clean(
     name: &str,
     kind: LockKind,
 ) -> Outcome {
-    let deadline = Instant::now() + limit;
+    let watch = Stopwatch::start();
     loop {
         let state = look(client, name, kind).await?;
         if state.is_free() && state.waiters.unwrap_or(0) == 0 {
             return Ok(());
         }
         ensure!(
-            Instant::now() < deadline,
+            watch.elapsed() < limit,
             "{after}, and {limit:?} later the server still shows holders {:?} and waiters {:?} of {name}",
             state.holders,
             state.waiters
@@ -323,9 +360,9 @@ where
 {
     let late = failed(format!("not so within {limit:?}: {what}"));
     async move {
-        let deadline = Instant::now() + limit;
+        let watch = Stopwatch::start();
         while !condition().await? {
-            if Instant::now() >= deadline {
+            if watch.elapsed() >= limit {
                 return Err(late);
             }
             sleep(Duration::from_millis(2)).await;

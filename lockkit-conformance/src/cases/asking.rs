@@ -14,12 +14,11 @@ use lockkit_core::{
 use tokio::{task::JoinHandle, time::sleep};
 
 use crate::case_run::{
-    CaseRun, Outcome, PROMPT, Stop, comes_free, ensure, eventually, failed, granted_at_once, granted_within,
-    taken, within,
+    CaseRun, Outcome, PATIENCE, Stop, comes_free, ensure, eventually, failed, granted_at_once,
+    granted_within, taken, within,
 };
 
 /// The time that whoever asks waits: longer than any lease of these cases.
-const PATIENCE: Duration = Duration::from_secs(20);
 
 /// Asks in the background.
 fn asks(client: &LockClient, name: &str, token: FencingToken) -> JoinHandle<Result<Revocation, Error>> {
@@ -119,7 +118,7 @@ pub(crate) async fn asked_by_token(case: &CaseRun) -> Outcome {
     let first = granted_at_once("a lock nobody has used", &lock).await?;
     let stale = first.token();
     first.release().await?;
-    let guard = granted_within(PROMPT, "the lock was released", &lock).await?;
+    let guard = granted_within(PATIENCE, "the lock was released", &lock).await?;
     let none = operator.revoke(&name, stale, PATIENCE).await?;
     ensure!(none == Revocation::NotHeld, "of a hold that is over: {none:?}");
     guard.renew().await?;
@@ -144,7 +143,7 @@ pub(crate) async fn asked_by_token(case: &CaseRun) -> Outcome {
             "one of several was told {said:?}"
         );
     }
-    let next = granted_within(PROMPT, "the lock was let go", &lock).await?;
+    let next = granted_within(PATIENCE, "the lock was let go", &lock).await?;
     next.renew().await?;
     ensure!(
         next.is_held(),
@@ -236,7 +235,7 @@ pub(crate) async fn asked_releasing_holder(case: &CaseRun) -> Outcome {
     let (client, operator) = (case.client().await?, case.client().await?);
     let lock = case.short_lock_of(&client, "a")?;
     for round in 0..20 {
-        let guard = granted_within(PROMPT, "the lock was released", &lock).await?;
+        let guard = granted_within(PATIENCE, "the lock was released", &lock).await?;
         let asking = asks(&operator, &case.name("a"), guard.token());
         if round % 2 == 0 {
             tokio::task::yield_now().await;
@@ -251,7 +250,7 @@ pub(crate) async fn asked_releasing_holder(case: &CaseRun) -> Outcome {
             "round {round}: the holder released, and whoever asked was told {said:?}"
         );
     }
-    comes_free(PROMPT, "all of them have released", &lock).await
+    comes_free(PATIENCE, "all of them have released", &lock).await
 }
 
 /// The resource that the holds protect: it knows when two are at work at once.
@@ -318,7 +317,7 @@ pub(crate) async fn asked_rounds(case: &CaseRun) -> Outcome {
             said == Revocation::Confirmed,
             "round {round} of {rounds}: the holder lets go at once, and whoever asked was told {said:?}"
         );
-        let reason = within(PROMPT, "the holder has let go", holder).await?;
+        let reason = within(PATIENCE, "the holder has let go", holder).await?;
         let reason = reason.map_err(failed)?;
         ensure!(
             reason == LossReason::Asked,
@@ -352,7 +351,7 @@ pub(crate) async fn asking_is_unsupported(case: &CaseRun) -> Outcome {
         "expected Unsupported, got {said:?}"
     );
     guard.renew().await?;
-    eventually(PROMPT, "the hold is as it was", async || Ok(guard.is_held())).await?;
+    eventually(PATIENCE, "the hold is as it was", async || Ok(guard.is_held())).await?;
     guard.release().await?;
     Ok(())
 }

@@ -7,14 +7,17 @@ use lockkit_core::{AcquireOptions, Error, FencingToken, LockClient, LockKind, Lo
 use tokio::runtime::{Builder, Runtime};
 
 use crate::case_run::{
-    CaseRun, Outcome, PROMPT, Stop, comes_free, ensure, failed, granted_at_once, granted_within, is_clean,
-    lasting, poll_at_most, taken, within,
+    CaseRun, Outcome, PATIENCE, PROMPT, Stop, comes_free, ensure, failed, granted_at_once, granted_within,
+    is_clean, lasting, poll_at_most, taken, within,
 };
+use crate::stall::Stopwatch;
 
 pub(crate) async fn second_try_is_none(case: &CaseRun) -> Outcome {
     let mine = case.lock("a").await?;
     let theirs = case.lock("a").await?;
+    let watch = Stopwatch::start();
     let guard = granted_at_once("a lock nobody has used", &mine).await?;
+    let took = watch.elapsed();
     ensure!(guard.is_held(), "a fresh guard is not held");
     ensure!(
         guard.check().is_ok(),
@@ -28,7 +31,9 @@ pub(crate) async fn second_try_is_none(case: &CaseRun) -> Outcome {
     );
     taken("by the same handle, which holds it", &mine).await?;
     let answer = taken("by another client", &theirs);
-    within(PROMPT, "a try is answered, for it has no patience", answer).await??;
+    // It takes as long as the grant did, and no patience.
+    let bound = PROMPT + 3 * took;
+    within(bound, "a try is answered, for it has no patience", answer).await??;
     guard.release().await?;
     Ok(())
 }
@@ -56,7 +61,7 @@ pub(crate) async fn reacquired_after_release(case: &CaseRun) -> Outcome {
     let (mine, theirs) = (case.lock("a").await?, case.lock("a").await?);
     let mut last = None;
     for lock in [&mine, &mine, &theirs, &mine] {
-        let guard = granted_within(PROMPT, "the lock was released", lock).await?;
+        let guard = granted_within(PATIENCE, "the lock was released", lock).await?;
         ensure!(
             Some(guard.token()) > last,
             "token {} came after {last:?}",
@@ -71,8 +76,8 @@ pub(crate) async fn reacquired_after_release(case: &CaseRun) -> Outcome {
 pub(crate) async fn reacquired_after_drop(case: &CaseRun) -> Outcome {
     let (mine, theirs) = (case.lock("a").await?, case.lock("a").await?);
     for _ in 0..3 {
-        drop(granted_within(PROMPT, "the other's guard was dropped", &mine).await?);
-        drop(granted_within(PROMPT, "the other's guard was dropped", &theirs).await?);
+        drop(granted_within(PATIENCE, "the other's guard was dropped", &mine).await?);
+        drop(granted_within(PATIENCE, "the other's guard was dropped", &theirs).await?);
     }
     Ok(())
 }
@@ -80,15 +85,15 @@ pub(crate) async fn reacquired_after_drop(case: &CaseRun) -> Outcome {
 pub(crate) async fn release_dropped_midway(case: &CaseRun) -> Outcome {
     let (mine, theirs) = (case.lock("a").await?, case.lock("a").await?);
     for polls in 1..=4 {
-        let guard = granted_within(PROMPT, "the release before was begun", &mine).await?;
+        let guard = granted_within(PATIENCE, "the release before was begun", &mine).await?;
         poll_at_most(polls, guard.release()).await.transpose()?;
-        let other = granted_within(PROMPT, "a release was begun and dropped", &theirs).await?;
+        let other = granted_within(PATIENCE, "a release was begun and dropped", &theirs).await?;
         other.release().await?;
     }
     let guard = granted_at_once("all was released", &mine).await?;
     drop(guard.release());
     comes_free(
-        PROMPT,
+        PATIENCE,
         "a release that was never polled counts as a drop",
         &theirs,
     )
@@ -128,7 +133,7 @@ pub(crate) async fn late_release_harms_nobody(case: &CaseRun) -> Outcome {
     );
     taken("by another client, after old guards were released", &outsider).await?;
     current.release().await?;
-    comes_free(PROMPT, "the current guard was released", &outsider).await?;
+    comes_free(PATIENCE, "the current guard was released", &outsider).await?;
     Ok(())
 }
 
@@ -260,7 +265,7 @@ pub(crate) async fn dropped_outside_a_runtime(case: &CaseRun) -> Outcome {
     let dropped = std::thread::spawn(move || drop(guard)).join();
     ensure!(dropped.is_ok(), "dropping a guard outside a runtime panicked");
     comes_free(
-        PROMPT,
+        PATIENCE,
         "the guard was dropped on a plain thread",
         &case.lock("a").await?,
     )
@@ -334,12 +339,12 @@ pub(crate) async fn client_outlives_its_runtime(case: &CaseRun) -> Outcome {
     tokio::time::sleep(Duration::from_millis(50)).await;
     drop(runtime);
     for (place, waiter) in waiters {
-        let answer = within(PROMPT, "a waiter is told", waiter)
+        let answer = within(PATIENCE, "a waiter is told", waiter)
             .await?
             .map_err(failed)?;
         has_ended(place, answer)?;
     }
-    let reason = within(PROMPT, "the holder is told", held.lost()).await?;
+    let reason = within(PATIENCE, "the holder is told", held.lost()).await?;
     ensure!(
         reason == LossReason::Disconnected,
         "expected Disconnected, got {reason:?}"
@@ -429,14 +434,14 @@ pub(crate) async fn closed_client_refuses(case: &CaseRun) -> Outcome {
     let waiter = tokio::spawn(async move { queued.acquire().await });
     tokio::time::sleep(Duration::from_millis(20)).await;
     client.close(Duration::from_secs(5)).await?;
-    match within(PROMPT, "the waiter of a closed client is told", waiter)
+    match within(PATIENCE, "the waiter of a closed client is told", waiter)
         .await?
         .map_err(failed)?
     {
         Err(Error::Closed) => {}
         other => return Err(failed(format!("expected Closed for a waiter, got {other:?}"))),
     }
-    let reason = within(PROMPT, "the holder of a closed client is told", guard.lost()).await?;
+    let reason = within(PATIENCE, "the holder of a closed client is told", guard.lost()).await?;
     ensure!(
         reason == LossReason::Disconnected,
         "expected Disconnected, got {reason:?}"
@@ -448,6 +453,6 @@ pub(crate) async fn closed_client_refuses(case: &CaseRun) -> Outcome {
             "expected Closed from a closed client, got {answer:?}"
         );
     }
-    comes_free(PROMPT, "the holder's client was closed", &case.lock("a").await?).await?;
+    comes_free(PATIENCE, "the holder's client was closed", &case.lock("a").await?).await?;
     Ok(())
 }

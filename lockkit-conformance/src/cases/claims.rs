@@ -9,7 +9,8 @@ use lockkit_core::{
 use tokio::time::{Instant, sleep, timeout};
 
 use crate::case_run::{
-    CaseRun, LIMIT, Outcome, PROMPT, Stop, comes_free, ensure, eventually, failed, poll_at_most, taken,
+    CaseRun, LIMIT, Outcome, PATIENCE, PROMPT, Stop, comes_free, ensure, eventually, failed, poll_at_most,
+    taken,
 };
 
 /// More than any attempt takes.
@@ -78,7 +79,7 @@ pub(crate) async fn released_claim_goes_on(case: &CaseRun) -> Outcome {
     claim.release().await?;
     let mut last = None;
     for _ in 0..3 {
-        let grant = granted(PROMPT, "the claim was released", &mut *claim).await?;
+        let grant = granted(PATIENCE, "the claim was released", &mut *claim).await?;
         ensure!(
             Some(*grant.tokens.start()) > last,
             "{:?} came after {last:?}",
@@ -88,7 +89,7 @@ pub(crate) async fn released_claim_goes_on(case: &CaseRun) -> Outcome {
         taken("while the claim holds", &other).await?;
         claim.release().await?;
         claim.release().await?;
-        comes_free(PROMPT, "the claim was released", &other).await?;
+        comes_free(PATIENCE, "the claim was released", &other).await?;
     }
     Ok(())
 }
@@ -99,10 +100,10 @@ pub(crate) async fn lost_grant_is_found_again(case: &CaseRun) -> Outcome {
         let mut claim = case.claim(&client, "a", LIMIT).await?;
         if poll_at_most(polls, claim.attempt(Duration::ZERO)).await.is_some() {
             claim.release().await?;
-            return comes_free(PROMPT, "the claim was released", &other).await;
+            return comes_free(PATIENCE, "the claim was released", &other).await;
         }
         let shown = shown_soon(case, &client).await?;
-        let again = granted(PROMPT, "its own, which nobody else has", &mut *claim).await?;
+        let again = granted(PATIENCE, "its own, which nobody else has", &mut *claim).await?;
         ensure!(
             shown.is_none_or(|token| token.get() <= *again.tokens.start()),
             "after {polls} polls, the server had granted {shown:?}; asked again, it grants {:?}",
@@ -111,7 +112,7 @@ pub(crate) async fn lost_grant_is_found_again(case: &CaseRun) -> Outcome {
         taken("after the attempt was repeated", &other).await?;
         still_held("the attempt was repeated", &mut *claim).await?;
         claim.release().await?;
-        comes_free(PROMPT, "the claim was released", &other).await?;
+        comes_free(PATIENCE, "the claim was released", &other).await?;
     }
     Err(failed(format!("no grant after {MOST_POLLS} polls")))
 }
@@ -131,7 +132,7 @@ pub(crate) async fn found_grant_is_proven_anew(case: &CaseRun) -> Outcome {
         if shown_soon(case, &client).await?.is_some() {
             found += 1;
             sleep(ttl / 2).await;
-            let again = granted(PROMPT, "its own, which nobody else has", &mut *claim).await?;
+            let again = granted(PATIENCE, "its own, which nobody else has", &mut *claim).await?;
             kept_to_its_end(case, &again.lease).await?;
         }
         let _ = claim.release().await;
@@ -225,7 +226,7 @@ pub(crate) async fn expired_hold_is_not_shown(case: &CaseRun) -> Outcome {
     next.release().await?;
 
     let mut claim = case.claim(&client, "a", ttl).await?;
-    granted(PROMPT, "the lock was released", &mut *claim).await?;
+    granted(PATIENCE, "the lock was released", &mut *claim).await?;
     eventually(
         limit,
         "an inspection shows no hold that has expired",
@@ -313,7 +314,7 @@ async fn granted(limit: Duration, what: &str, claim: &mut dyn Claim) -> Result<G
 
 /// Breaks a hold once the server shows it, which may be with its first renewal.
 async fn break_shown(case: &CaseRun, client: &LockClient, claim: &mut dyn Claim, grant: &Grant) -> Outcome {
-    let deadline = Instant::now() + PROMPT;
+    let deadline = Instant::now() + PATIENCE;
     loop {
         // As the driver does.
         let _ = timeout(Duration::from_millis(2), claim.notified()).await;

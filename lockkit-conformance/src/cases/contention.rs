@@ -7,7 +7,7 @@ use lockkit_core::{Error, Lock, LockGuard, Result, spi::Mode};
 use tokio::{task::JoinSet, time::timeout};
 
 use crate::{
-    case_run::{CaseRun, Outcome, PROMPT, Stop, ensure, failed, is_clean, look, poll_at_most},
+    case_run::{CaseRun, Outcome, PATIENCE, PROMPT, Stop, ensure, failed, is_clean, look, poll_at_most},
     helper::mode_word,
     history::{Acquisition, History, Sight, Summary, at, now},
 };
@@ -172,7 +172,7 @@ pub(crate) async fn checked(
     let (mut limits, name) = (case.limits(&client), case.name(part));
     // What it says of holds and tokens does not depend on what follows.
     history.check(&limits)?;
-    let limit = PROMPT;
+    let limit = PATIENCE;
     is_clean(
         limit,
         "all has been released or given up",

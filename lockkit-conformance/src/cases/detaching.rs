@@ -11,8 +11,8 @@ use tokio::time::{Instant, sleep, timeout};
 
 use crate::{
     case_run::{
-        CaseRun, Outcome, PROMPT, Stop, comes_free, ensure, failed, granted_at_once, granted_within,
-        is_clean, lasting, look, poll_at_most, taken, within,
+        CaseRun, Outcome, PATIENCE, PROMPT, Stop, comes_free, ensure, failed, granted_at_once,
+        granted_within, is_clean, lasting, look, poll_at_most, taken, within,
     },
     helper::Request,
 };
@@ -39,7 +39,7 @@ pub(crate) async fn detached_hold_is_adopted(case: &CaseRun) -> Outcome {
     let guard = granted_at_once("a lock nobody has used", &case.short_lock_of(&here, "a")?).await?;
     let (token, view, lost) = (guard.token(), guard.view(), guard.lost());
     let detached = guard.detach().await.map_err(Error::from)?;
-    let end = within(PROMPT, "a hold that is detached has ended here", view.ended()).await?;
+    let end = within(PATIENCE, "a hold that is detached has ended here", view.ended()).await?;
     ensure!(
         end == HoldEnd::Detached,
         "expected Detached as the end, got {end:?}"
@@ -99,7 +99,7 @@ pub(crate) async fn detached_hold_is_adopted(case: &CaseRun) -> Outcome {
     adopted.release().await?;
     let again = here.adopt(&mut late).await;
     ensure!(is_gone(&again), "adopted after its release: {again:?}");
-    let next = granted_within(PROMPT, "whoever adopted has released", &other).await?;
+    let next = granted_within(PATIENCE, "whoever adopted has released", &other).await?;
     ensure!(next.token() > token, "{:?} came after {token:?}", next.token());
     next.release().await?;
     Ok(())
@@ -189,14 +189,14 @@ pub(crate) async fn detach_dropped_midway(case: &CaseRun) -> Outcome {
     let lock = case.lock_of(&client, "a")?;
     for polls in 1..MOST_POLLS {
         // The release in the background may just be on its way.
-        let guard = granted_within(PROMPT, "the hold before was released", &lock).await?;
+        let guard = granted_within(PATIENCE, "the hold before was released", &lock).await?;
         let Some(done) = poll_at_most(polls, guard.detach()).await else {
-            comes_free(PROMPT, "the guard was dropped while it was detached", &other).await?;
+            comes_free(PATIENCE, "the guard was dropped while it was detached", &other).await?;
             continue;
         };
         let mut detached = done.map_err(Error::from)?;
         client.adopt(&mut detached).await?.release().await?;
-        return comes_free(PROMPT, "the hold was released", &other).await;
+        return comes_free(PATIENCE, "the hold was released", &other).await;
     }
     Err(failed(format!("not detached after {MOST_POLLS} polls")))
 }
@@ -207,7 +207,7 @@ pub(crate) async fn adoption_dropped_midway(case: &CaseRun) -> Outcome {
     let (here, there) = (case.client().await?, case.client().await?);
     let (lock, other) = (case.lock_of(&here, "a")?, case.lock("a").await?);
     for polls in 1..MOST_POLLS {
-        let guard = granted_within(PROMPT, "the hold before was released", &lock).await?;
+        let guard = granted_within(PATIENCE, "the hold before was released", &lock).await?;
         let token = guard.token();
         let mut detached = detach(guard).await?;
         let done = poll_at_most(polls, there.adopt(&mut detached)).await;
@@ -225,9 +225,16 @@ pub(crate) async fn adoption_dropped_midway(case: &CaseRun) -> Outcome {
         );
         taken("once the hold is adopted", &other).await?;
         adopted.release().await?;
-        comes_free(PROMPT, "whoever adopted has released", &other).await?;
+        comes_free(PATIENCE, "whoever adopted has released", &other).await?;
         if is_last {
-            return is_clean(PROMPT, "all is released", &here, &case.name("a"), LockKind::Lock).await;
+            return is_clean(
+                PATIENCE,
+                "all is released",
+                &here,
+                &case.name("a"),
+                LockKind::Lock,
+            )
+            .await;
         }
     }
     Err(failed(format!("not adopted after {MOST_POLLS} polls")))
@@ -288,20 +295,20 @@ async fn beside_another(
         "an inspection shows {shown:?} for the one holder with {token:?}"
     );
     adopted.release().await?;
-    is_clean(PROMPT, "all is released", &there, &name, kind).await
+    is_clean(PATIENCE, "all is released", &there, &name, kind).await
 }
 
 pub(crate) async fn shared_hold_is_adopted(case: &CaseRun) -> Outcome {
     let writer = case.lock("a").await?;
     beside_another(case, |client| Ok(case.lock_of(client, "a")?.shared()), &writer).await?;
-    comes_free(PROMPT, "no reader is left", &writer).await
+    comes_free(PATIENCE, "no reader is left", &writer).await
 }
 
 pub(crate) async fn permit_is_adopted(case: &CaseRun) -> Outcome {
     let of = |client: &LockClient| case.semaphore_of(client, "a", 2);
     let third = of(&case.client().await?)?;
     beside_another(case, of, &third).await?;
-    comes_free(PROMPT, "no permit is taken", &third).await
+    comes_free(PATIENCE, "no permit is taken", &third).await
 }
 
 /// Checks that nobody else is granted the lock before this time is over since `asked`, and that somebody is after it. It was granted
@@ -459,7 +466,7 @@ pub(crate) async fn detaching_is_unsupported(case: &CaseRun) -> Outcome {
         "expected Unsupported for hold_at_least, got {refused:?}"
     );
     guard.release().await?;
-    comes_free(PROMPT, "the hold was released", &other).await
+    comes_free(PATIENCE, "the hold was released", &other).await
 }
 
 pub(crate) async fn killed_process_has_detached(case: &CaseRun) -> Outcome {
@@ -507,7 +514,7 @@ pub(crate) async fn killed_process_has_detached(case: &CaseRun) -> Outcome {
             answer == "released",
             "{mode:?}: whoever adopted could not release: `{answer}`"
         );
-        let next = within(PROMPT, "whoever adopted has released", waiter)
+        let next = within(PATIENCE, "whoever adopted has released", waiter)
             .await?
             .map_err(failed)??;
         ensure!(
@@ -555,7 +562,7 @@ pub(crate) async fn detached_holds_lose_nothing(case: &CaseRun) -> Outcome {
         );
     }
     guard.release().await?;
-    let next = within(PROMPT, "the last has released", waiter)
+    let next = within(PATIENCE, "the last has released", waiter)
         .await?
         .map_err(failed)??;
     ensure!(next.token() > token, "{:?} came after {token:?}", next.token());

@@ -12,13 +12,13 @@ use lockkit_core::{DowngradeError, Error, HoldEnd, Lock, LockGuard, LockKind};
 use tokio::{task::JoinHandle, time::sleep};
 
 use crate::case_run::{
-    CaseRun, Outcome, PROMPT, Stop, comes_free, ensure, eventually, failed, granted_at_once, granted_within,
-    is_clean, poll_at_most, taken, within,
+    CaseRun, Outcome, PATIENCE, Stop, comes_free, ensure, eventually, failed, granted_at_once,
+    granted_within, is_clean, poll_at_most, taken, within,
 };
 
 /// Makes a guard shared, which has to work.
 async fn downgraded(guard: LockGuard) -> Result<LockGuard, Stop> {
-    Ok(within(PROMPT * 5, "a downgrade of a hold", guard.downgrade()).await??)
+    Ok(within(PATIENCE, "a downgrade of a hold", guard.downgrade()).await??)
 }
 
 /// Begins to wait for the lock, and returns when the server knows of `waiters`, where it tells.
@@ -27,7 +27,7 @@ async fn waiting(case: &CaseRun, lock: &Lock, waiters: usize) -> Result<JoinHand
     let task = tokio::spawn(async move { queued.acquire().await });
     let client = case.client().await?;
     let name = case.name("a");
-    eventually(PROMPT * 5, "the server knows of the waiters", async || {
+    eventually(PATIENCE, "the server knows of the waiters", async || {
         let state = client.inspect(&name).await?;
         Ok(state.waiters.is_none_or(|known| known >= waiters))
     })
@@ -51,14 +51,14 @@ pub(crate) async fn downgraded_holder_reads_with_others(case: &CaseRun) -> Outco
         "the token was {token:?}, and is {:?} after the downgrade",
         reading.token()
     );
-    let end = within(PROMPT, "the exclusive hold ends", view.ended()).await?;
+    let end = within(PATIENCE, "the exclusive hold ends", view.ended()).await?;
     ensure!(
         end == HoldEnd::Released && !view.is_held(),
         "the view of the exclusive hold says {end:?}, held: {}",
         view.is_held()
     );
-    let reader = within(PROMPT * 5, "a reader that waited gets in", reader).await?;
-    let mine = within(PROMPT * 5, "a reader of the same client gets in", mine).await?;
+    let reader = within(PATIENCE, "a reader that waited gets in", reader).await?;
+    let mine = within(PATIENCE, "a reader of the same client gets in", mine).await?;
     let (reader, mine) = (reader.map_err(failed)??, mine.map_err(failed)??);
     let late = granted_at_once("only readers are in", &case.lock("a").await?.shared()).await?;
     for new in [&reader, &mine, &late] {
@@ -92,21 +92,28 @@ pub(crate) async fn downgraded_holder_reads_with_others(case: &CaseRun) -> Outco
         )));
     };
     reading.release().await?;
-    let writer = granted_within(PROMPT, "the last reader left", &other).await?;
+    let writer = granted_within(PATIENCE, "the last reader left", &other).await?;
     ensure!(
         writer.token() > token,
         "the next writer's {:?} is not above {token:?}",
         writer.token()
     );
     writer.release().await?;
-    is_clean(PROMPT, "all have left", &client, &case.name("a"), LockKind::Lock).await
+    is_clean(
+        PATIENCE,
+        "all have left",
+        &client,
+        &case.name("a"),
+        LockKind::Lock,
+    )
+    .await
 }
 
 pub(crate) async fn nobody_writes_in_a_downgrade(case: &CaseRun) -> Outcome {
     let lock = case.lock("a").await?;
     let crowd = Writers::start(case).await?;
     for round in 0..25_u64 {
-        let writing = granted_within(PROMPT * 10, "writers come and go", &lock).await?;
+        let writing = granted_within(PATIENCE, "writers come and go", &lock).await?;
         let token = writing.token();
         // Some have begun to wait by now, and look for the release.
         let before = crowd.turns();
@@ -122,7 +129,7 @@ pub(crate) async fn nobody_writes_in_a_downgrade(case: &CaseRun) -> Outcome {
             "round {round}: a writer had a token above {token:?} before that was released"
         );
         reading.release().await?;
-        let bound = PROMPT * 10;
+        let bound = PATIENCE;
         eventually(bound, "a writer gets in after the reader", async || {
             Ok(crowd.turns() > before)
         })
@@ -164,7 +171,7 @@ impl Writers {
             }
         }
         let turns = crowd.turns.clone();
-        eventually(PROMPT * 10, "the writers have come", async || {
+        eventually(PATIENCE, "the writers have come", async || {
             Ok(turns.load(Ordering::SeqCst) > 4)
         })
         .await?;
@@ -181,7 +188,7 @@ impl Writers {
 
     async fn stop(mut self) -> Outcome {
         self.stop.store(true, Ordering::SeqCst);
-        while let Some(task) = within(PROMPT * 10, "the writers go home", self.tasks.join_next()).await? {
+        while let Some(task) = within(PATIENCE, "the writers go home", self.tasks.join_next()).await? {
             task.map_err(failed)??;
         }
         Ok(())
@@ -208,7 +215,7 @@ pub(crate) async fn downgrade_overtakes_no_writer(case: &CaseRun) -> Outcome {
         late.is_finished()
     );
     reading.release().await?;
-    let writer = within(PROMPT * 5, "the writer's turn", writer)
+    let writer = within(PATIENCE, "the writer's turn", writer)
         .await?
         .map_err(failed)??;
     ensure!(
@@ -218,7 +225,7 @@ pub(crate) async fn downgrade_overtakes_no_writer(case: &CaseRun) -> Outcome {
         late.is_finished()
     );
     writer.release().await?;
-    let late = within(PROMPT * 5, "the reader's turn", late)
+    let late = within(PATIENCE, "the reader's turn", late)
         .await?
         .map_err(failed)??;
     late.release().await?;
@@ -229,12 +236,12 @@ pub(crate) async fn downgrade_dropped_midway(case: &CaseRun) -> Outcome {
     let client = case.client().await?;
     let lock = case.lock_of(&client, "a")?;
     for polls in 1..50 {
-        let guard = granted_within(PROMPT * 5, "the downgrade before was dropped", &lock).await?;
+        let guard = granted_within(PATIENCE, "the downgrade before was dropped", &lock).await?;
         match poll_at_most(polls, guard.downgrade()).await {
             None => {}
             Some(reading) => {
                 reading?.release().await?;
-                return comes_free(PROMPT, "the shared hold was released", &lock).await;
+                return comes_free(PATIENCE, "the shared hold was released", &lock).await;
             }
         }
     }
@@ -249,7 +256,7 @@ pub(crate) async fn downgrade_revives_no_lost_hold(case: &CaseRun) -> Outcome {
     let guard = granted_at_once("a lock nobody has used", &lock).await?;
     let token = guard.token();
     case.break_hold(&client, "a").await?;
-    match within(PROMPT * 5, "a downgrade of a broken hold", guard.downgrade()).await? {
+    match within(PATIENCE, "a downgrade of a broken hold", guard.downgrade()).await? {
         Err(DowngradeError {
             error: Error::Lost { .. },
             guard,
@@ -264,7 +271,7 @@ pub(crate) async fn downgrade_revives_no_lost_hold(case: &CaseRun) -> Outcome {
             )));
         }
     }
-    let next = granted_within(PROMPT * 5, "the hold was lost", &case.lock("a").await?).await?;
+    let next = granted_within(PATIENCE, "the hold was lost", &case.lock("a").await?).await?;
     ensure!(
         next.token() > token,
         "the next has {:?} after {token:?}",
@@ -295,5 +302,5 @@ pub(crate) async fn downgrade_is_unsupported(case: &CaseRun) -> Outcome {
     );
     taken("while the hold goes on", &other).await?;
     guard.release().await?;
-    comes_free(PROMPT, "the hold was released", &other).await
+    comes_free(PATIENCE, "the hold was released", &other).await
 }

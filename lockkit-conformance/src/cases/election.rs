@@ -17,7 +17,8 @@ use tokio::{
 
 use crate::{
     case_run::{
-        CaseRun, MOST_DEATHS, Outcome, PROMPT, Stop, ensure, eventually, failed, granted_at_once, within,
+        CaseRun, MOST_DEATHS, Outcome, PATIENCE, PROMPT, Stop, ensure, eventually, failed, granted_at_once,
+        within,
     },
     history::{Nanos, now},
     process::Process,
@@ -46,11 +47,6 @@ async fn leads_within(limit: Duration, what: &str, candidate: &Candidate) -> Res
     Ok(within(limit, what, candidate.campaign()).await??)
 }
 
-/// Returns the longest time from a release until another client, which waits, is granted.
-fn passed_on(client: &LockClient) -> Duration {
-    PROMPT + client.info().fallback_poll.min(PROMPT)
-}
-
 pub(crate) async fn one_leads_at_a_time(case: &CaseRun) -> Outcome {
     let clients = [case.client().await?, case.client().await?];
     let [one, two] = [
@@ -60,7 +56,7 @@ pub(crate) async fn one_leads_at_a_time(case: &CaseRun) -> Outcome {
     let same_client = election(case, &clients[0])?.candidate("another")?;
     let mut last = None;
     for is_dropped in [false, true] {
-        let leadership = leads_within(passed_on(&clients[0]), "nobody leads", &one).await?;
+        let leadership = leads_within(PATIENCE, "nobody leads", &one).await?;
         ensure!(
             leadership.is_held() && leadership.id() == "one",
             "a fresh leadership is {leadership:?}"
@@ -85,7 +81,7 @@ pub(crate) async fn one_leads_at_a_time(case: &CaseRun) -> Outcome {
             leadership.resign().await?;
         }
         ensure!(!view.is_held(), "a leader that has resigned leads");
-        let next = within(passed_on(&clients[1]), "the leader resigned", waiter)
+        let next = within(PATIENCE, "the leader resigned", waiter)
             .await?
             .map_err(failed)??;
         ensure!(next.token() > token, "{:?} came after {token:?}", next.token());
@@ -140,7 +136,7 @@ pub(crate) async fn observers_see_each_change_once(case: &CaseRun) -> Outcome {
         let id = format!("candidate {round}");
         let asked = Instant::now();
         let candidate = election.candidate(&*id)?;
-        let leadership = leads_within(passed_on(&clients[0]), "nobody leads", &candidate).await?;
+        let leadership = leads_within(PATIENCE, "nobody leads", &candidate).await?;
         times.push((asked, Instant::now()));
         ensure!(
             Some(leadership.token()) > last,
@@ -178,7 +174,7 @@ pub(crate) async fn observers_see_each_change_once(case: &CaseRun) -> Outcome {
         }
     }
     let late = within(
-        PROMPT,
+        PATIENCE,
         "a late observer is told who leads",
         elections[1].observe().next(),
     )
@@ -239,7 +235,7 @@ pub(crate) async fn leading_ends_with_a_loss(case: &CaseRun) -> Outcome {
             within(case.detection(client.info()), "the leader is told", held.lost()).await?;
         }
     }
-    let done = within(PROMPT * 2, "the last term is over", leading)
+    let done = within(PATIENCE, "the last term is over", leading)
         .await?
         .map_err(failed)??;
     ensure!(done == "done", "it returned {done}");
@@ -253,7 +249,7 @@ pub(crate) async fn asked_leaders_are_followed(case: &CaseRun) -> Outcome {
         Ok::<_, Error>(election.with_ttl(case.harness.ttl() * 2))
     });
     let (one, two) = (one?, two?);
-    let leadership = leads_within(passed_on(&clients[0]), "nobody leads", &one.candidate("one")?).await?;
+    let leadership = leads_within(PATIENCE, "nobody leads", &one.candidate("one")?).await?;
     let observers = [Seen::by(one.observe()), Seen::by(two.observe())];
     for observer in &observers {
         observer.come(1).await?;
@@ -278,7 +274,7 @@ pub(crate) async fn asked_leaders_are_followed(case: &CaseRun) -> Outcome {
         );
     }
     drop(leadership);
-    let limit = passed_on(&clients[1]) + case.limits(&clients[1]).idle;
+    let limit = PATIENCE;
     let next = within(limit, "the leader let go", waiter)
         .await?
         .map_err(failed)??;
@@ -347,18 +343,20 @@ pub(crate) async fn elections_are_apart_from_locks(case: &CaseRun) -> Outcome {
 
 pub(crate) async fn killed_leaders_are_followed(case: &CaseRun) -> Outcome {
     let client = case.client().await?;
-    let bound = case.freed_after_death(&client);
+    let bound = case
+        .freed_after_death_here(&client, &mut case.helper().await?)
+        .await?;
     let mut stage = Stage::new(case, &client).await?;
     for _ in 0..3 {
         stage.join().await?;
     }
-    stage.leader_after(0, PROMPT * 10).await?;
+    stage.leader_after(0, PATIENCE).await?;
     stage.all_see_the_leader().await?;
     let mut waited = Vec::new();
     for _ in 0..rounds() {
         let killed = stage.kill_the_leader().await?;
         stage.join().await?;
-        let began = stage.leader_after(killed, bound + PROMPT * 10).await?;
+        let began = stage.leader_after(killed, bound + PATIENCE).await?;
         let took = Duration::from_nanos(began.saturating_sub(killed));
         ensure!(
             took <= bound,

@@ -9,7 +9,9 @@ use std::{
 use futures_util::future::{Either, select};
 use lockkit_core::{Error, ListedLock, LockClient, LockGuard, LockKind, LockName, LockState};
 
-use crate::case_run::{CaseRun, Outcome, PROMPT, Stop, ensure, eventually, failed, granted_at_once, lasting};
+use crate::case_run::{
+    CaseRun, Outcome, PATIENCE, Stop, ensure, eventually, failed, granted_at_once, lasting,
+};
 
 /// Returns what is listed, by kind and name. Each has to be listed once and held by somebody, and its name has the prefix.
 async fn listed(client: &LockClient, prefix: &str) -> Result<BTreeMap<(LockKind, String), LockState>, Stop> {
@@ -71,7 +73,7 @@ pub(crate) async fn held_locks_are_listed(case: &CaseRun) -> Outcome {
     let contended = case.lock_of(&theirs, "b")?;
     let is_counted = async {
         for client in [&mine, &theirs] {
-            eventually(PROMPT * 10, "the waiter is counted", async || {
+            eventually(PATIENCE, "the waiter is counted", async || {
                 let found = listed(client, &prefix).await?;
                 let state = found.get(&(LockKind::Lock, case.name("b")));
                 Ok(state.is_some_and(|state| state.waiters.is_none_or(|waiters| waiters == 1)))
@@ -100,13 +102,13 @@ pub(crate) async fn held_locks_are_listed(case: &CaseRun) -> Outcome {
     for guard in guards.into_values().flatten() {
         guard.release().await?;
     }
-    eventually(PROMPT, "what was released is not listed", async || {
+    eventually(PATIENCE, "what was released is not listed", async || {
         Ok(listed(&theirs, &prefix).await?.is_empty())
     })
     .await?;
 
     let mut unfinished = mine.list(&prefix)?;
-    mine.close(PROMPT * 10).await?;
+    mine.close(PATIENCE).await?;
     ensure!(
         matches!(mine.list(&prefix), Err(Error::Closed)),
         "a closed client lists"

@@ -6,8 +6,8 @@ use lockkit_core::{AcquireOptions, Error, FencingToken, HoldEnd, LockClient, Los
 use tokio::time::{Instant, sleep, timeout};
 
 use crate::case_run::{
-    CaseRun, Outcome, PROMPT, Stop, comes_free, ensure, eventually, failed, granted_at_once, granted_within,
-    lasting, poll_at_most, taken, within,
+    CaseRun, Outcome, PATIENCE, PROMPT, Stop, comes_free, ensure, eventually, failed, granted_at_once,
+    granted_within, lasting, poll_at_most, taken, within,
 };
 
 pub(crate) async fn saboteur_breaks_an_unprotected_hold(case: &CaseRun) -> Outcome {
@@ -40,12 +40,12 @@ pub(crate) async fn told_when_broken(case: &CaseRun) -> Outcome {
         .map_err(failed)?;
     let again = within(PROMPT, "a late subscriber is told at once", guard.lost()).await?;
     ensure!(told == again, "told {told:?} first and {again:?} later");
-    let viewed = within(PROMPT, "a subscriber through `held` is told", held.lost()).await?;
+    let viewed = within(PATIENCE, "a subscriber through `held` is told", held.lost()).await?;
     ensure!(
         told == viewed,
         "told {told:?} by the guard and {viewed:?} by its view"
     );
-    let ended = within(PROMPT, "a loss is an end", held.ended()).await?;
+    let ended = within(PATIENCE, "a loss is an end", held.ended()).await?;
     ensure!(
         ended == HoldEnd::Lost(told),
         "told {told:?} as the loss and {ended:?} as the end"
@@ -86,14 +86,14 @@ pub(crate) async fn told_when_broken(case: &CaseRun) -> Outcome {
 pub(crate) async fn not_told_by_release(case: &CaseRun) -> Outcome {
     let lock = case.lock("a").await?;
     for is_dropped in [false, true] {
-        let guard = granted_within(PROMPT, "a lock that is free", &lock).await?;
+        let guard = granted_within(PATIENCE, "a lock that is free", &lock).await?;
         let (before, held, ended) = (guard.lost(), guard.view(), guard.ended());
         if is_dropped {
             drop(guard);
         } else {
             guard.release().await?;
         }
-        let ended = within(PROMPT, "a release is an end", ended).await?;
+        let ended = within(PATIENCE, "a release is an end", ended).await?;
         ensure!(
             ended == HoldEnd::Released,
             "a normal release was told as the end {ended:?}"
@@ -118,7 +118,7 @@ pub(crate) async fn watched_guard_can_be_dropped(case: &CaseRun) -> Outcome {
     let watchers: Vec<_> = (0..8).map(|_| tokio::spawn(guard.lost())).collect();
     sleep(Duration::from_millis(10)).await;
     drop(guard);
-    let next = granted_within(PROMPT, "the watched guard was dropped", &other).await?;
+    let next = granted_within(PATIENCE, "the watched guard was dropped", &other).await?;
     for watcher in watchers {
         ensure!(
             !watcher.is_finished(),
@@ -157,7 +157,7 @@ pub(crate) async fn revoked_by_token(case: &CaseRun) -> Outcome {
     let first = granted_at_once("a lock nobody has used", &lock).await?;
     let stale = first.token();
     first.release().await?;
-    let guard = granted_within(PROMPT, "the lock was released", &lock).await?;
+    let guard = granted_within(PATIENCE, "the lock was released", &lock).await?;
     ensure!(
         !other.revoke_by_force(&name, stale).await?,
         "revoking an old token ended a hold"
@@ -169,7 +169,7 @@ pub(crate) async fn revoked_by_token(case: &CaseRun) -> Outcome {
     );
     let reason = within(case.detection(client.info()), "the holder is told", guard.lost()).await?;
     ensure!(reason == LossReason::Revoked, "expected Revoked, got {reason:?}");
-    comes_free(PROMPT, "the hold was revoked", &case.lock("a").await?).await?;
+    comes_free(PATIENCE, "the hold was revoked", &case.lock("a").await?).await?;
     Ok(())
 }
 
@@ -218,7 +218,7 @@ pub(crate) async fn unrenewed_lease_lapses_first_here(case: &CaseRun) -> Outcome
         !guard.is_held(),
         "another was granted while the first still believed to hold"
     );
-    let (reason, told) = within(PROMPT, "the loss is told", watcher)
+    let (reason, told) = within(PATIENCE, "the loss is told", watcher)
         .await?
         .map_err(failed)?;
     ensure!(reason == LossReason::Expired, "expected Expired, got {reason:?}");
@@ -309,7 +309,7 @@ pub(crate) async fn hold_without_lease_stays(case: &CaseRun) -> Outcome {
         guard.valid_until()
     );
     let (begin, other) = (Instant::now(), case.lock("a").await?);
-    eventually(PROMPT, "three times the ttl have passed", async || {
+    eventually(PATIENCE, "three times the ttl have passed", async || {
         taken("by another client", &other).await?;
         ensure!(
             guard.is_held(),
@@ -375,7 +375,9 @@ pub(crate) async fn max_hold_ends_a_hold(case: &CaseRun) -> Outcome {
         took <= max_hold + ttl + PROMPT,
         "granted to another after {took:?}, with a max_hold of {max_hold:?} and a ttl of {ttl:?}"
     );
-    let reason = within(PROMPT, "the loss is told", told).await?.map_err(failed)?;
+    let reason = within(PATIENCE, "the loss is told", told)
+        .await?
+        .map_err(failed)?;
     ensure!(reason == LossReason::MaxHold, "expected MaxHold, got {reason:?}");
     ensure!(
         next.token() > guard.token(),
@@ -455,7 +457,7 @@ pub(crate) async fn ttl_of_a_live_hold(case: &CaseRun) -> Outcome {
     next.release().await?;
 
     // In the background, it is renewed for the new ttl.
-    let guard = granted_within(PROMPT, "the lock was released", &case.lock_of(&client, "a")?).await?;
+    let guard = granted_within(PATIENCE, "the lock was released", &case.lock_of(&client, "a")?).await?;
     guard.set_ttl(ttl).await?;
     let begin = Instant::now();
     while begin.elapsed() < ttl * 2 {
@@ -538,7 +540,7 @@ pub(crate) async fn ttl_change_dropped_midway(case: &CaseRun) -> Outcome {
     }
     guard.set_ttl(long).await?;
     guard.release().await?;
-    comes_free(PROMPT, "the hold was released", &case.lock("a").await?).await
+    comes_free(PATIENCE, "the hold was released", &case.lock("a").await?).await
 }
 
 pub(crate) async fn ttl_without_a_lease_is_unsupported(case: &CaseRun) -> Outcome {

@@ -17,8 +17,8 @@ use tokio::{
 
 use crate::{
     case_run::{
-        CaseRun, Outcome, PROMPT, Stop, comes_free, ensure, failed, granted_at_once, granted_within,
-        is_clean, taken, within,
+        CaseRun, Outcome, PATIENCE, PROMPT, Stop, comes_free, ensure, failed, granted_at_once,
+        granted_within, is_clean, taken, within,
     },
     helper::Request,
 };
@@ -57,7 +57,7 @@ pub(crate) async fn never_more_than_the_size(case: &CaseRun) -> Outcome {
         "expected at most, and at times exactly, 3 inside; the most were {most}"
     );
     is_clean(
-        PROMPT,
+        PATIENCE,
         "all permits were released",
         &clients[0],
         &case.name("a"),
@@ -74,7 +74,7 @@ pub(crate) async fn drained_permits_come_back(case: &CaseRun) -> Outcome {
         for index in 0..4 {
             let semaphore = case.semaphore_of(&clients[index % 2], "a", 4)?;
             let what = format!("permit {index} of 4 in round {round}");
-            guards.push(granted_within(PROMPT, &what, &semaphore).await?);
+            guards.push(granted_within(PATIENCE, &what, &semaphore).await?);
         }
         for client in &clients {
             taken("a fifth permit of four", &case.semaphore_of(client, "a", 4)?).await?;
@@ -116,7 +116,7 @@ pub(crate) async fn several_permits_or_none(case: &CaseRun) -> Outcome {
         );
     }
     held("after a try in vain", &theirs, case, 3).await?;
-    let fourth = granted_within(PROMPT, "the fourth permit", &other).await?;
+    let fourth = granted_within(PATIENCE, "the fourth permit", &other).await?;
     taken("a fifth permit of four", &ours).await?;
     let short = other.with_options(AcquireOptions::new().wait(Duration::from_millis(50)));
     let late = short.acquire_many(2).await;
@@ -202,7 +202,7 @@ pub(crate) async fn who_wants_several_never_locks_up(case: &CaseRun) -> Outcome 
 const LOCKED_UP: Duration = Duration::from_secs(10);
 
 async fn held(when: &str, client: &LockClient, case: &CaseRun, expected: usize) -> Outcome {
-    let deadline = Instant::now() + PROMPT;
+    let deadline = Instant::now() + PATIENCE;
     loop {
         let state = client.inspect_semaphore(case.name("a")).await?;
         if state.holders.len() == expected {
@@ -224,7 +224,7 @@ async fn nothing_is_held(client: &LockClient, case: &CaseRun) -> Outcome {
         "the lock of those who collect permits can be had by its name"
     );
     for (name, kind) in [(&*name, LockKind::Semaphore), (&*collector, LockKind::Lock)] {
-        is_clean(PROMPT, "all was released", client, name, kind).await?;
+        is_clean(PATIENCE, "all was released", client, name, kind).await?;
     }
     Ok(())
 }
@@ -234,7 +234,7 @@ pub(crate) async fn two_sizes_are_an_error(case: &CaseRun) -> Outcome {
     let guard = granted_at_once("a semaphore nobody has used", &case.semaphore_of(&mine, "a", 2)?).await?;
     for client in [&mine, &theirs] {
         let wrong = case.semaphore_of(client, "a", 3)?;
-        match timeout(PROMPT * 5, wrong.acquire()).await {
+        match timeout(PATIENCE, wrong.acquire()).await {
             Ok(Err(Error::InvalidOptions { reason, .. })) => {
                 ensure!(
                     reason.contains('2'),
@@ -301,6 +301,7 @@ pub(crate) async fn killed_holder_returns_its_permit(case: &CaseRun) -> Outcome 
     let semaphore = case.semaphore_of(&client, "a", 2)?;
     let mine = granted_at_once("the first permit", &semaphore).await?;
     let mut helper = case.helper().await?;
+    let bound = case.freed_after_death_here(&client, &mut helper).await?;
     let two = NonZeroU32::MIN.saturating_add(1);
     let (ttl, name) = (case.harness.ttl(), case.name("a"));
     helper
@@ -313,7 +314,6 @@ pub(crate) async fn killed_holder_returns_its_permit(case: &CaseRun) -> Outcome 
         .await?;
     taken("a third permit of two", &semaphore).await?;
     helper.process.kill()?;
-    let bound = case.freed_after_death(&client);
     comes_free(bound, "the holder of the second permit was killed", &semaphore).await?;
     ensure!(
         mine.is_held(),

@@ -3,14 +3,15 @@
 use std::path::PathBuf;
 
 use lockkit_core::spi::Mode;
-use tokio::time::Instant;
 
 use crate::{
     case_run::{
-        CaseRun, MOST_DEATHS, Outcome, PROMPT, comes_free, ensure, failed, granted_within, taken, within,
+        CaseRun, MOST_DEATHS, Outcome, PATIENCE, PROMPT, comes_free, ensure, failed, granted_within, taken,
+        within,
     },
     helper::{Request, fenced_write},
     history::{Acquisition, History, now},
+    stall::Stopwatch,
 };
 
 fn exclusive<'a>(case: &CaseRun, name: &'a str) -> Request<'a> {
@@ -35,7 +36,7 @@ pub(crate) async fn second_process_excludes(case: &CaseRun) -> Outcome {
         answer == "released",
         "the other process could not release: {answer}"
     );
-    let guard = within(PROMPT, "the other process released", waiter)
+    let guard = within(PATIENCE, "the other process released", waiter)
         .await?
         .map_err(failed)??;
     let answer = helper.ask(&format!("try {}", exclusive(case, &name))).await?;
@@ -52,14 +53,14 @@ pub(crate) async fn exit_without_release(case: &CaseRun) -> Outcome {
     let client = case.client().await?;
     let name = case.name("a");
     let mut helper = case.helper().await?;
+    let bound = case.freed_after_death_here(&client, &mut helper).await?;
     helper.hold(&exclusive(case, &name)).await?;
     helper.send("exit")?;
-    let status = tokio::task::block_in_place(|| helper.process.wait(PROMPT * 5))?;
+    let status = tokio::task::block_in_place(|| helper.process.wait(PATIENCE))?;
     ensure!(
         status.is_some_and(|status| status.success()),
         "the helper did not exit: {status:?}"
     );
-    let bound = case.freed_after_death(&client);
     comes_free(
         bound,
         "the holder exited without release",
@@ -73,8 +74,9 @@ pub(crate) async fn killed_holder_lets_a_waiter_in(case: &CaseRun) -> Outcome {
     let client = case.client().await?;
     let (name, lock) = (case.name("a"), case.lock_of(&client, "a")?);
     let mut helper = case.helper().await?;
+    let bound = case.freed_after_death_here(&client, &mut helper).await?;
     let (dead, _) = helper.hold(&exclusive(case, &name)).await?;
-    let waiter = tokio::spawn(async move { lock.acquire().await.map(|guard| (Instant::now(), guard)) });
+    let waiter = tokio::spawn(async move { lock.acquire().await });
     let blocked = PROMPT / 10;
     tokio::time::sleep(blocked).await;
     ensure!(
@@ -82,12 +84,11 @@ pub(crate) async fn killed_holder_lets_a_waiter_in(case: &CaseRun) -> Outcome {
         "a waiter was granted a lock that another process holds"
     );
     tokio::task::block_in_place(|| helper.process.kill())?;
-    let killed = Instant::now();
-    let bound = case.freed_after_death(&client);
-    let (granted, guard) = within(bound + PROMPT, "the holder was killed", waiter)
+    let killed = Stopwatch::start();
+    let guard = within(bound + PATIENCE, "the holder was killed", waiter)
         .await?
         .map_err(failed)??;
-    let took = granted.saturating_duration_since(killed);
+    let took = killed.elapsed();
     ensure!(
         took <= bound,
         "the waiter was granted {took:?} after the holder was killed, expected within {bound:?}"
@@ -156,10 +157,11 @@ pub(crate) async fn paused_holder_is_told_and_fenced(case: &CaseRun) -> Outcome 
 pub(crate) async fn tokens_survive_crashes(case: &CaseRun) -> Outcome {
     let client = case.client().await?;
     let (name, lock) = (case.name("a"), case.lock_of(&client, "a")?);
-    let bound = case.freed_after_death(&client);
+    let mut bound = case.freed_after_death(&client);
     let mut history = History::default();
     for who in 1..=u64::from(MOST_DEATHS) {
         let mut helper = case.helper().await?;
+        bound = bound.max(case.freed_after_death_here(&client, &mut helper).await?);
         let mut record = Acquisition::asked(&name, Mode::Exclusive, who, now());
         let (token, at) = helper.hold_after(bound, &exclusive(case, &name)).await?;
         record.granted = Some((at, token));

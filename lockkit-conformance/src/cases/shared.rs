@@ -13,7 +13,7 @@ use tokio::{task::JoinSet, time::sleep};
 
 use crate::{
     case_run::{
-        CaseRun, Outcome, PROMPT, Stop, comes_free, ensure, eventually, failed, granted_at_once,
+        CaseRun, Outcome, PATIENCE, Stop, comes_free, ensure, eventually, failed, granted_at_once,
         granted_within, taken, within,
     },
     cases::contention::{Plan, checked, contend_all},
@@ -45,7 +45,7 @@ pub(crate) async fn many_readers_or_one_writer(case: &CaseRun) -> Outcome {
     };
     let last_token = last.token();
     last.release().await?;
-    let writer = granted_within(PROMPT, "the last reader left", &theirs).await?;
+    let writer = granted_within(PATIENCE, "the last reader left", &theirs).await?;
     ensure!(
         writer.token() > last_token,
         "the writer's {:?} came after {last_token:?}",
@@ -54,7 +54,7 @@ pub(crate) async fn many_readers_or_one_writer(case: &CaseRun) -> Outcome {
     taken("shared, while another client writes", &mine.shared()).await?;
     taken("shared, while the same client writes", &theirs.shared()).await?;
     writer.release().await?;
-    comes_free(PROMPT, "the writer left", &mine.shared()).await?;
+    comes_free(PATIENCE, "the writer left", &mine.shared()).await?;
     Ok(())
 }
 
@@ -147,7 +147,7 @@ impl Crowd {
             }
         }
         let crowd = Self { stop, rounds, tasks };
-        eventually(PROMPT * 10, "the crowd has come 12 times", async || {
+        eventually(PATIENCE, "the crowd has come 12 times", async || {
             Ok(crowd.rounds() >= 12)
         })
         .await?;
@@ -160,7 +160,7 @@ impl Crowd {
 
     async fn stop(mut self) -> Outcome {
         self.stop.store(true, Ordering::Relaxed);
-        while let Some(task) = within(PROMPT * 10, "the crowd goes home", self.tasks.join_next()).await? {
+        while let Some(task) = within(PATIENCE, "the crowd goes home", self.tasks.join_next()).await? {
             task.map_err(failed)??;
         }
         Ok(())
