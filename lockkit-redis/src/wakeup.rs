@@ -423,7 +423,7 @@ mod tests {
             let claims = wakeups.by_owner.lock();
             let (told, telling) = mpsc::channel();
             scope.spawn(move || told.send(wakeups.any_waits()));
-            let waits = telling.recv_timeout(Duration::from_secs(5));
+            let waits = telling.recv_timeout(Duration::from_mins(1));
             drop(claims);
             assert_eq!(waits, Ok(true), "it looks at the claims");
         });

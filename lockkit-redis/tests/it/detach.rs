@@ -333,8 +333,8 @@ async fn an_adoption_waits_for_replicas_too() {
 /// It was released with time left, which is asked for again until no earlier renewal can shorten it.
 #[tokio::test]
 async fn a_late_renewal_frees_nothing_before_its_time() {
-    const SHORT: Duration = Duration::from_secs(2);
-    const LEAST: Duration = Duration::from_secs(12);
+    const SHORT: Duration = Duration::from_secs(6);
+    const LEAST: Duration = Duration::from_secs(20);
 
     if no_server() {
         return;

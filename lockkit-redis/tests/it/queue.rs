@@ -628,7 +628,7 @@ async fn a_reader_that_never_heard_of_its_grant_keeps_its_new_place() {
     for (name, tries) in [("a", true), ("b", false)] {
         let (reader, proxy) = client_behind_proxy(&server).await;
         proxy.set(Mode::DropReplies);
-        let waiting = waiter(&lock(&reader, name, SECOND).shared());
+        let waiting = waiter(&lock(&reader, name, 3 * SECOND).shared());
         let key = format!("lockkit:{name}");
         for there in ["1", "0"] {
             let what = format!("EXISTS {there}: granted, and its lease over");
@@ -642,7 +642,7 @@ async fn a_reader_that_never_heard_of_its_grant_keeps_its_new_place() {
             assert!(lock(&other, name, LONG).try_acquire().await.unwrap().is_none());
         } else {
             // It asks again when the lease before it would be over, had it not been renewed.
-            tokio::time::sleep(4 * SECOND).await;
+            tokio::time::sleep(6 * SECOND).await;
             held.check().unwrap();
             assert!(!waiting.is_finished(), "{:?}", waiting.await);
         }

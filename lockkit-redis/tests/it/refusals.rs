@@ -133,7 +133,7 @@ async fn a_key_that_holds_something_else_is_a_clear_error() {
     server.cli(&["RPUSH", "lockkit:a", "x"]).unwrap();
     let lock = lock(&client, "a", LONG);
     let errors = [
-        within(SECOND, "an answer", lock.acquire()).await.unwrap_err(),
+        within(LONG, "an answer", lock.acquire()).await.unwrap_err(),
         lock.try_acquire().await.unwrap_err(),
         lock.shared().acquire().await.unwrap_err(),
         client.inspect("a").await.unwrap_err(),
@@ -224,7 +224,7 @@ async fn the_documented_rights_are_enough_for_every_mode() {
     permit.release().await.unwrap();
     // A connection that breaks is replaced.
     server.cli(&["CLIENT", "KILL", "TYPE", "pubsub"]).unwrap();
-    granted(5 * SECOND, "connected again", waiter(&lock(&one, "a", SECOND)))
+    granted(LONG, "connected again", waiter(&lock(&one, "a", SECOND)))
         .await
         .release()
         .await
@@ -259,7 +259,7 @@ async fn a_right_that_is_missing_is_a_clear_error() {
 
     let client = client(&format!("redis://elsewhere:{PASSWORD}@{at}")).await;
     let acquiring = waiter(&lock(&client, "a", LONG));
-    let error = within(SECOND, "an answer", acquiring).await.unwrap().unwrap_err();
+    let error = within(LONG, "an answer", acquiring).await.unwrap().unwrap_err();
     let text = shown(&error);
     assert!(!error.is_transient() && !error.is_timeout(), "{text}");
     assert!(

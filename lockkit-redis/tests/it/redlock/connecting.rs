@@ -40,7 +40,7 @@ async fn the_documented_rights_are_enough() {
         let listed = one.list("").unwrap().next().await.unwrap().unwrap();
         assert_eq!(listed.state.waiters, Some(1));
         held.release().await.unwrap();
-        let next = granted(SECOND, "told", waiting).await;
+        let next = granted(LONG, "told", waiting).await;
         assert!(one.revoke_by_force("a", next.token()).await.unwrap());
         assert!(next.release().await.unwrap_err().is_lost());
     }
@@ -88,7 +88,7 @@ async fn closed_a_client_has_no_connections() {
     within(LONG, "closed", client.close(LONG)).await.unwrap();
     world.masters[4].resume().unwrap();
     for (n, master) in world.masters.iter().enumerate() {
-        until(3 * SECOND, &format!("no connection to master {n}"), async || {
+        until(LONG, &format!("no connection to master {n}"), async || {
             // All but the connection of this query.
             master.cli(&["CLIENT", "LIST"]).unwrap().lines().count() == 1
         })

@@ -13,7 +13,7 @@ use lockkit_testbed::{eventually, redis::RedisServer, skipped};
 use tempfile::TempDir;
 
 use super::world::World;
-use crate::common::{LONG, SECOND, granted, lock, no_server, waiter};
+use crate::common::{LONG, granted, lock, no_server, waiter};
 
 const KEY: &str = "lockkit:a";
 
@@ -107,7 +107,7 @@ async fn node_redlock_and_ours_exclude_each_other() {
         world.waiters("a", 1).await;
         assert!(!waiting.is_finished());
         assert_eq!(theirs.says("release"), "released");
-        granted(SECOND, "after the foreign release", waiting)
+        granted(LONG, "after the foreign release", waiting)
             .await
             .release()
             .await
