@@ -122,15 +122,16 @@ async fn a_stopped_holder_is_followed_at_the_end_of_its_lease() {
     let server = shared();
     let client = client(server.addr()).await;
     let name = name("stopped");
-    let mut child = Child::hold(server.addr(), &name, Duration::from_secs(1));
+    let ttl = Duration::from_secs(6);
+    let mut child = Child::hold(server.addr(), &name, ttl);
     let lock = client.lock(&name).unwrap();
     child.process.stop().unwrap();
     let (stopped, running) = (Instant::now(), Stopwatch::start());
     let guard = lock.acquire().await.unwrap();
     let (took, ran) = (stopped.elapsed(), running.elapsed());
-    // The latest renewal was a third of the lease before at most.
+    // The latest renewal was a third of the lease before, and late on a busy machine.
     assert!(
-        took > Duration::from_millis(600) && ran < Duration::from_millis(1_300),
+        took > ttl / 3 && ran < ttl + Duration::from_secs(1),
         "{took:?}, {ran:?}"
     );
     assert!(guard.token().get() > child.token);
@@ -325,7 +326,7 @@ async fn a_server_that_crashes_while_the_lock_is_held() {
         assert!(guard.token().get() > last);
         let began = Stopwatch::start();
         server.kill().unwrap();
-        let reason = timeout(Duration::from_secs(10), guard.lost()).await.unwrap();
+        let reason = timeout(Duration::from_mins(1), guard.lost()).await.unwrap();
         assert_eq!(
             reason,
             LossReason::Disconnected,
@@ -371,7 +372,7 @@ async fn a_server_that_is_shut_down_tells_its_holders() {
         .unwrap();
     let began = Stopwatch::start();
     server.stop().unwrap();
-    let reason = timeout(Duration::from_secs(10), guard.lost()).await.unwrap();
+    let reason = timeout(Duration::from_mins(1), guard.lost()).await.unwrap();
     eprintln!("a shutdown is told after {:?}", began.elapsed());
     assert!(
         matches!(reason, LossReason::Disconnected | LossReason::Revoked),
@@ -569,7 +570,7 @@ async fn a_hold_whose_connection_breaks_is_told_at_once() {
         waits(&other, &name).await;
         let began = Stopwatch::start();
         proxy.reset();
-        let reason = timeout(Duration::from_secs(10), guard.lost()).await.unwrap();
+        let reason = timeout(Duration::from_mins(1), guard.lost()).await.unwrap();
         took.push(began.elapsed());
         assert_eq!(reason, LossReason::Disconnected);
         let (granted, _) = waiter.granted().await;
@@ -635,12 +636,12 @@ async fn the_servers_clock_set_back_keeps_the_lease() {
     let clock = Clock::new().unwrap();
     let server = PgServer::builder().clock(&clock).start().unwrap();
     let client = client(server.addr()).await;
-    let guard = brief(&client, "a", Duration::from_secs(1))
+    let guard = brief(&client, "a", Duration::from_secs(5))
         .acquire()
         .await
         .unwrap();
     clock.back(Duration::from_secs(3_600)).unwrap();
-    sleep(Duration::from_secs(3)).await;
+    sleep(Duration::from_secs(12)).await;
     guard.check().unwrap();
     guard.release().await.unwrap();
     cycle(&client, "a").await;
@@ -689,12 +690,12 @@ async fn the_servers_clock_set_forward_ends_no_lease() {
     let clock = Clock::new().unwrap();
     let server = PgServer::builder().clock(&clock).start().unwrap();
     let client = client(server.addr()).await;
-    let guard = brief(&client, "a", Duration::from_secs(1))
+    let guard = brief(&client, "a", Duration::from_secs(5))
         .acquire()
         .await
         .unwrap();
     clock.forward(Duration::from_secs(3_600)).unwrap();
-    sleep(Duration::from_secs(3)).await;
+    sleep(Duration::from_secs(12)).await;
     guard.check().unwrap();
     guard.release().await.unwrap();
 }

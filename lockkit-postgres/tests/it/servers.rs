@@ -131,9 +131,9 @@ impl Waiter {
         ))
     }
 
-    /// Returns the guard and the time of the grant, within 20 s.
+    /// Returns the guard and the time of the grant, within a minute.
     pub(crate) async fn granted(self) -> (LockGuard, Instant) {
-        let waited = timeout(Duration::from_secs(20), self.0).await;
+        let waited = timeout(Duration::from_mins(1), self.0).await;
         let (granted, at) = waited.expect("a grant").expect("no panic");
         (granted.expect("a grant"), at)
     }

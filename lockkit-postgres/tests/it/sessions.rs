@@ -207,7 +207,7 @@ async fn a_ttl_that_changes_is_kept_from_the_next_renewal() {
     let other = client(server.addr()).await;
     let (granted, at) = Waiter::of(other.lock(&name).unwrap()).granted().await;
     let took = at - lease.since;
-    assert!(took > length && took < Duration::from_secs(5), "{took:?}");
+    assert!(took > length && took < Duration::from_secs(20), "{took:?}");
     granted.release().await.unwrap();
 }
 
@@ -673,11 +673,11 @@ async fn a_locked_table_of_holders_stops_nobody() {
     let mut admin = session(&server);
     admin.sql("BEGIN; LOCK TABLE lockkit.holder").unwrap();
     // A hold that cannot be shown, with a lease that is over soon.
-    let guard = brief(&first, "a", Duration::from_secs(1))
+    let guard = brief(&first, "a", Duration::from_secs(5))
         .acquire()
         .await
         .unwrap();
-    sleep(Duration::from_secs(3)).await;
+    sleep(Duration::from_secs(12)).await;
     guard.check().unwrap();
     let began = Stopwatch::start();
     guard.release().await.unwrap();
@@ -753,16 +753,16 @@ async fn a_hold_by_hand_is_shown_without_a_token() {
 async fn a_hold_that_cannot_be_shown_is_as_good_as_any() {
     let server = private(&[]);
     let client = client(server.addr()).await;
-    let guard = brief(&client, "a", Duration::from_secs(1))
+    let guard = brief(&client, "a", Duration::from_secs(5))
         .acquire()
         .await
         .unwrap();
     server
         .sql("REVOKE INSERT, UPDATE ON lockkit.holder FROM lockkit")
         .unwrap();
-    let lock = brief(&client, "b", Duration::from_secs(1));
+    let lock = brief(&client, "b", Duration::from_secs(5));
     let other = lock.acquire().await.unwrap();
-    sleep(Duration::from_secs(3)).await;
+    sleep(Duration::from_secs(12)).await;
     guard.check().unwrap();
     other.check().unwrap();
     other.release().await.unwrap();
