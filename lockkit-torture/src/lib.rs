@@ -11,6 +11,7 @@ pub mod mysql;
 pub mod postgres;
 pub mod redis;
 pub mod redlock;
+pub mod sentinels;
 mod wires;
 pub mod zookeeper;
 
@@ -22,11 +23,12 @@ use lockkit_conformance::torture::Target;
 use lockkit_testbed::{etcd as etcds, mysql::Flavour, postgres as pg, redis as servers, zookeeper as zk};
 
 /// The names of all targets.
-pub const TARGETS: [&str; 16] = [
+pub const TARGETS: [&str; 17] = [
     "memory",
     "file",
     "redis",
     "valkey",
+    "redis-sentinel",
     "redlock",
     "redlock3",
     "zk",
@@ -45,7 +47,7 @@ pub const TARGETS: [&str; 16] = [
 pub fn missing(target: &str) -> (&'static str, Option<String>) {
     let mysql = lockkit_testbed::mysql::MySql::missing;
     match target {
-        "redis" | "redlock" | "redlock3" => ("redis", servers::missing()),
+        "redis" | "redis-sentinel" | "redlock" | "redlock3" => ("redis", servers::missing()),
         "valkey" => ("valkey", servers::missing_valkey()),
         "zk" | "zk3" | "zk-readwrite" => ("zk", zk::missing()),
         "mariadb" | "mariadb-lease" => ("mysql", mysql(Flavour::MariaDb)),
@@ -69,6 +71,7 @@ pub fn start(target: &str) -> Result<Arc<dyn Target>, Box<dyn Error + Send + Syn
         "file" => Arc::new(embedded::Files::new()?),
         "redis" => of(redis::Redis::start(servers::program())?)?,
         "valkey" => of(redis::Redis::start(servers::valkey())?)?,
+        "redis-sentinel" => of(sentinels::Sentinels::start()?)?,
         "redlock" => of(redlock::Redlock::start(5)?)?,
         "redlock3" => of(redlock::Redlock::start(3)?)?,
         "zk" => of(zookeeper::Single::start("mutex")?)?,

@@ -70,11 +70,17 @@ fn connections(server: &RedisServer) -> io::Result<Vec<String>> {
 pub(crate) fn left_at(server: &RedisServer, stays: fn(&str, i64) -> bool) -> io::Result<Vec<String>> {
     let (port, mut left) = (server.addr().port(), Vec::new());
     let clients = server.cli(&["CLIENT", "LIST"])?;
-    // But for the one that asks.
-    for client in clients.lines().filter(|line| !line.contains(" cmd=client")) {
+    // But for the one that asks, Sentinels, a replica, and the way of one to its master.
+    let others = [" cmd=client", " name=sentinel-", " flags=S ", " flags=M "];
+    let is_ours = |line: &&str| !others.iter().any(|other| line.contains(other));
+    for client in clients.lines().filter(is_ours) {
         left.push(format!("at {port} the connection {}", field(client, "addr=")));
     }
-    for channel in server.cli(&["PUBSUB", "CHANNELS"])?.lines() {
+    let channels = server.cli(&["PUBSUB", "CHANNELS"])?;
+    for channel in channels
+        .lines()
+        .filter(|channel| *channel != "__sentinel__:hello")
+    {
         left.push(format!("at {port} a subscription to {channel}"));
     }
     for key in server.cli(&["KEYS", "*"])?.lines() {
@@ -160,7 +166,7 @@ impl Servers for Redis {
 
 /// The counter, and for ten idle minutes what says who held and waited. What says who was asked to give up a hold lasts a little
 /// longer than the lease that this hold would have had.
-fn stays(key: &str, ttl: i64) -> bool {
+pub(crate) fn stays(key: &str, ttl: i64) -> bool {
     let auxiliary = [
         "lockkit:lockkit#holders:{",
         "lockkit:lockkit#queue:{",

@@ -108,6 +108,36 @@ impl RedisSentinels {
     }
 }
 
+impl RedisSentinels {
+    /// Waits until all Sentinels name one master, and the other server follows it.
+    ///
+    /// # Errors
+    /// If it takes longer than two minutes.
+    pub fn settle(&self) -> io::Result<()> {
+        for sentinel in &self.sentinels {
+            sentinel.wait_ready(|| knows_all(sentinel))?;
+        }
+        let [first, ..] = &self.servers;
+        first.wait_ready(|| {
+            let master = self.master()?.addr();
+            for server in &self.servers {
+                let replication = server.info("replication")?;
+                let field = |name: &str| replication.get(name).map_or("", String::as_str);
+                let is_right = if server.addr() == master {
+                    field("role") == "master"
+                } else {
+                    let follows = field("master_port") == master.port().to_string();
+                    field("role") == "slave" && follows && field("master_link_status") == "up"
+                };
+                if !is_right {
+                    return Err(io::Error::other(format!("{} has not settled", server.addr())));
+                }
+            }
+            Ok(())
+        })
+    }
+}
+
 fn watching(master: SocketAddr) -> io::Result<RedisServer> {
     let name = RedisSentinels::MASTER_NAME;
     let (ip, port) = (master.ip().to_string(), master.port().to_string());

@@ -68,6 +68,8 @@ recorded! {
     redis_without_its_keys: "redis", 5;
     redis_empty_after_a_restart: "redis", 46;
     valkey_without_its_keys: "valkey", 19;
+    sentinels_that_fail_over: "redis-sentinel", 675;
+    sentinels_whose_master_stands_still: "redis-sentinel", 1975;
     redlock_of_masters_that_forget: "redlock", 24;
     redlock_of_masters_that_are_emptied: "redlock", 25;
     redlock_of_three_whose_requests_stand: "redlock3", 19;

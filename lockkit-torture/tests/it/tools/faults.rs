@@ -29,6 +29,7 @@ use lockkit_torture::{
     postgres,
     redis::Redis,
     redlock::Redlock,
+    sentinels::Sentinels,
     zookeeper::{Ensemble, Single},
 };
 
@@ -224,6 +225,43 @@ fn of_redis_happen_and_heal() {
     if !skipped("redis", servers::missing()) {
         redis(servers::program());
     }
+}
+
+#[test]
+fn of_sentinels_happen_and_heal() {
+    if skipped("redis", servers::missing()) {
+        return;
+    }
+    let it = Deployment::of(Sentinels::start().expect("servers")).expect("ways");
+    // The other one takes its place.
+    let is_another: Shows<Sentinels> = |it, before| {
+        let master = it.0.master();
+        master.is_ok_and(|master| !before.contains(&master.addr().to_string()))
+    };
+    let has_settled: Shows<Sentinels> = |it, _| {
+        let role = |server: &RedisServer| server.cli(&["ROLE"]).unwrap_or_default();
+        let [one, other] = it.0.servers();
+        let servers = [one, other].into_iter();
+        servers
+            .filter(|server| role(server).starts_with("master"))
+            .count()
+            == 1
+    };
+    let table = Table::<Sentinels> {
+        look: |it| vec![it.0.master().expect("a master").addr().to_string()],
+        rows: vec![
+            ("failover", 0, is_another, has_settled),
+            ("kill-master", 0, is_another, has_settled),
+            ("pause-master", 0, is_another, has_settled),
+            (
+                "sentinel",
+                1,
+                |it, _| is_paused(it.0.sentinels()[1].pid()),
+                has_settled,
+            ),
+        ],
+    };
+    table.try_all(&it);
 }
 
 #[test]
