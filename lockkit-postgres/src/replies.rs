@@ -193,7 +193,11 @@ impl Replies {
                 return Err(Misconduct::ManyColumns);
             }
             (kind::COLUMNS, columns) => check_columns(columns)?,
-            (kind::PARAMETERS, [_, _, types @ ..]) => types.as_chunks().0.iter().try_for_each(check_type)?,
+            (kind::PARAMETERS, [_, _, types @ ..]) => types
+                .as_chunks()
+                .0
+                .iter()
+                .try_for_each(|number| check_type(*number))?,
             _ => {}
         }
         Ok(())
@@ -223,14 +227,14 @@ fn check_columns(description: &[u8]) -> Result<(), Misconduct> {
             return Ok(());
         };
         let [_, _, _, _, _, _, a, b, c, d, ..] = *column;
-        check_type(&[a, b, c, d])?;
+        check_type([a, b, c, d])?;
         rest = after;
     }
     Ok(())
 }
 
-fn check_type(number: &[u8; 4]) -> Result<(), Misconduct> {
-    match Type::from_oid(u32::from_be_bytes(*number)) {
+fn check_type(number: [u8; 4]) -> Result<(), Misconduct> {
+    match Type::from_oid(u32::from_be_bytes(number)) {
         Some(_) => Ok(()),
         None => Err(Misconduct::StrangeType),
     }

@@ -102,7 +102,7 @@ impl Intake {
     }
 
     fn note_read(&self, bytes: &[u8]) {
-        let lines = bytes.iter().filter(|byte| **byte == b'\n').count();
+        let lines = bytes.split(|byte| *byte == b'\n').count() - 1;
         let weight = bytes.len() + lines * PER_LINE;
         let kept = self
             .kept
