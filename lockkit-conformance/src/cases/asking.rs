@@ -17,9 +17,6 @@ use crate::case_run::{
     CaseRun, Outcome, PATIENCE, Stop, comes_free, ensure, eventually, failed, granted_at_once,
     granted_within, taken, within,
 };
-
-/// The time that whoever asks waits: longer than any lease of these cases.
-
 /// Asks in the background.
 fn asks(client: &LockClient, name: &str, token: FencingToken) -> JoinHandle<Result<Revocation, Error>> {
     let (client, name) = (client.clone(), name.to_owned());

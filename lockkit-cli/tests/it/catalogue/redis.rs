@@ -114,10 +114,7 @@ fn redis_errors_are_those_of_the_catalogue() {
     );
     table.row(
         "a certificate of an unknown authority",
-        says(
-            "invalid peer certificate",
-            "present certificate as `ca`",
-        ),
+        says("invalid peer certificate", "present certificate as `ca`"),
         "Name the authority's file in the option `ca`.",
         || {
             connecting(&format!(
