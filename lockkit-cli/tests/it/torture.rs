@@ -56,9 +56,9 @@ fn torture(target: &str, seeds: &[u64]) {
     for Verdict { findings, log, .. } in &verdicts {
         assert!(findings.is_empty(), "{target}: {findings:?}\n{log}");
     }
-    let begun: usize = verdicts.iter().map(|verdict| verdict.begun).sum();
-    assert!(begun >= seeds.len(), "{target}: {begun} commands");
-    println!("{target}: {begun} commands in {:?}", began.elapsed());
+    let commands: usize = verdicts.iter().map(|verdict| verdict.begun).sum();
+    assert!(commands >= seeds.len(), "{target}: {commands} commands");
+    println!("{target}: {commands} commands in {:?}", began.elapsed());
 }
 
 #[test]

@@ -116,9 +116,9 @@ impl Judge<'_> {
     /// The last line of a run's command that proves that it was there, and of what it has started if that was to end with it.
     fn last(&self, number: usize) -> Option<(usize, &Line)> {
         let all = self.was_stopped(number);
-        let lines = self.record.lines.iter().enumerate();
+        let mut lines = self.record.lines.iter().enumerate();
         let of_it = |line: &Line| line.run == number && (line.role == 'c' || all && line.role == 'k');
-        lines.filter(|(_, line)| of_it(line)).next_back()
+        lines.rfind(|(_, line)| of_it(line))
     }
 
     fn exclusion(&mut self) {
@@ -383,12 +383,9 @@ impl Judge<'_> {
         }
         let over = struck.at + micros(self.schedule.ttl + BUSY);
         let lines = self.record.lines.iter();
-        let late =
+        let mut late =
             lines.filter(|line| line.run == number && matches!(line.role, 'c' | 'k') && line.at > over);
-        let Some(late) = late
-            .filter(|line| line.at < struck.healed && line.what != "term")
-            .next_back()
-        else {
+        let Some(late) = late.rfind(|line| line.at < struck.healed && line.what != "term") else {
             return;
         };
         // What has ended by itself leaves what it likes behind.

@@ -436,7 +436,7 @@ impl Stage<'_> {
     fn wrongly_stopped(&self, number: usize, played: &Played) -> Vec<String> {
         let stops = [Signal::TSTP, Signal::TTOU];
         let jobs = |sent: &&Sent| stops.contains(&sent.signal) || sent.signal == Signal::CONT;
-        let last = played.sent.iter().filter(jobs).next_back();
+        let last = played.sent.iter().rfind(jobs);
         let Some(last) = last.filter(|last| last.signal == Signal::CONT && last.to != Whom::Command) else {
             return Vec::new();
         };

@@ -116,7 +116,9 @@ fn script(around: &Surroundings) -> OsString {
     }
     // The shell might have something to say until here.
     if let Some(descriptors) = around.descriptors {
-        script += &format!("ulimit -n {descriptors}; ");
+        script.push_str("ulimit -n ");
+        script.push_str(&descriptors.to_string());
+        script.push_str("; ");
     }
     script += if around.stderr == Stream::Closed {
         "exec \"$@\" 2>&-"
