@@ -21,7 +21,7 @@ use crate::{
 pub(crate) const PROMPT: Duration = Duration::from_secs(1);
 
 /// What has not come within it never comes. It is far below a [`lasting`] lease, whose end would bring it, too.
-pub(crate) const PATIENCE: Duration = Duration::from_secs(20);
+pub(crate) const PATIENCE: Duration = Duration::from_secs(10);
 
 /// No case takes longer than this; one that does hangs. What it waits for dead holders is not in it.
 pub(crate) const LIMIT: Duration = Duration::from_secs(60);

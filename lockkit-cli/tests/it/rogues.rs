@@ -96,7 +96,7 @@ async fn fault_of_run(
         (!is_in_lines, "it does not say so in lines"),
         (is_long, "it is too long to be read"),
         (
-            !said.contains(says) && !(is_about_time && said.contains(OUT_OF_TIME)),
+            !(said.contains(says) || is_about_time && said.contains(OUT_OF_TIME)),
             "it says something else",
         ),
         (said.contains("canary"), "it shows the password"),

@@ -162,8 +162,8 @@ fn who_is_on_another_clock_may_not_list_either() {
         let begin = || elsewhere.list("");
         let refused = here.block_on(async { begin() }).err();
         assert!(refused.is_some_and(|err| chain(&err).contains("clock")));
-        let mut begun = there.block_on(async { begin() }).unwrap();
-        let refused = here.block_on(begun.next()).unwrap().unwrap_err();
+        let mut listing = there.block_on(async { begin() }).unwrap();
+        let refused = here.block_on(listing.next()).unwrap().unwrap_err();
         assert!(chain(&refused).contains("clock"), "{refused:?}");
         let mut whole = there.block_on(async { begin() }).unwrap();
         assert!(there.block_on(whole.next()).unwrap().is_ok());

@@ -103,7 +103,7 @@ async fn the_head_polls_a_foreign_hold_every_50_to_100_ms() {
         for _ in 0..12 {
             let began = Instant::now();
             tokio::time::sleep(pause).await;
-            late += began.elapsed() - pause;
+            late += began.elapsed().saturating_sub(pause);
         }
         late
     });

@@ -370,7 +370,7 @@ fn lease(id: i64, ttl: i64) -> Vec<u8> {
 
 #[expect(clippy::too_many_lines, reason = "a table")]
 fn scripts() -> Vec<Script> {
-    let long = part(2, &[b'1'; 60_000]);
+    let long = part(2, &vec![b'1'; 60_000]);
     let range = |keys: &[Vec<u8>]| answer(&[part(3, &part(1, &answer(keys)))]);
     let event = |id: i64| answer(&[number(2, id), part(11, &number(1, 1))]);
     vec![
