@@ -137,6 +137,9 @@ fn advice(error: &(dyn std::error::Error + 'static)) -> Option<&'static str> {
             && !words.contains("tls=verify")
             && some.iter().any(|part| words.contains(part))
     };
+    if words.contains("while TLS began") {
+        return None;
+    }
     if words.contains("failed to lookup address") {
         return Some("check the host in the URL");
     }

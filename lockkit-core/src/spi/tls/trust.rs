@@ -121,8 +121,14 @@ impl Handshake {
     pub fn failure(&self, error: &io::Error) -> (String, bool) {
         self.refused(error).unwrap_or_else(|| {
             let Self { host, port, .. } = self;
-            let reason =
-                format!("the connection to {host} ended while TLS began ({error}); is this port {port}?");
+            // The system tells one end in several ways, by chance.
+            let why = match error.kind() {
+                io::ErrorKind::UnexpectedEof | io::ErrorKind::ConnectionReset | io::ErrorKind::BrokenPipe => {
+                    String::new()
+                }
+                _ => format!(" ({error})"),
+            };
+            let reason = format!("the connection to {host} ended while TLS began{why}; is this port {port}?");
             (reason, false)
         })
     }
