@@ -138,7 +138,7 @@ fn mysql_errors_are_those_of_the_catalogue() {
     table.row(
         "TLS with a server that has none",
         says("the server does not speak TLS", "configure it there"),
-        "Configure TLS at the server, or write `tls=off`.",
+        "Configure TLS at the server. If it worked before, somebody may be in the way: do not switch TLS off.",
         || {
             connecting(&format!(
                 "{}?tls=verify&ca={}",
@@ -231,7 +231,7 @@ fn mysql_errors_are_those_of_the_catalogue() {
     table.row(
         "a view has a table's name",
         says("is a view", "drop it").of("lockkit_gate"),
-        "Drop it, or take another database.",
+        "Find out whose it is, and rename it, or take another database.",
         || {
             let url = account(server, "viewed", &["ALL ON viewed.*"]);
             sql(server, "CREATE VIEW viewed.lockkit_gate AS SELECT 1 AS name");
@@ -241,7 +241,7 @@ fn mysql_errors_are_those_of_the_catalogue() {
     table.row(
         "a table has another layout",
         says("is not VARBINARY(255)", "drop the table while no lock is held").of("lockkit_gate"),
-        "Drop it while no lock is held; connecting makes it.",
+        "Find out whose it is. If it is lockkit's, stop all clients and rename it; connecting makes it. Then raise the tokens above the highest `last_token`.",
         || {
             let url = account(server, "other", &["ALL ON other.*"]);
             sql(
@@ -277,7 +277,7 @@ fn mysql_errors_are_those_of_the_catalogue() {
             "dropped_lease",
             "lease",
             "connect anew",
-            "Stop all clients, since what was held is not protected any more; then connect, which makes it.",
+            "Stop all clients, since what was held is not protected any more; then connect, which makes it, and raise the tokens again if they were.",
         ),
     ] {
         table.row(what, says("doesn't exist", advice).of(name), to_do, move || {

@@ -88,7 +88,7 @@ fn postgres_errors_are_those_of_the_catalogue() {
     table.row(
         "TLS with a server that has none",
         says("no encrypted connections", "sslmode"),
-        "Configure TLS at the server, or write another `sslmode`.",
+        "Configure TLS at the server. If it worked before, somebody may be in the way: do not switch TLS off.",
         || {
             let ca = strangers.authority();
             connecting(&format!(
@@ -217,7 +217,7 @@ fn postgres_errors_are_those_of_the_catalogue() {
     table.row(
         "the schema was dropped while a client was connected",
         says("does not exist", "connect anew"),
-        "Stop all clients, since what was held is not protected any more; then connect, which makes it.",
+        "Stop all clients, since what was held is not protected any more; then connect, which makes it, and raise the tokens again if they were.",
         || {
             let url = made(server, "dropped");
             meanwhile(&url, |_| {

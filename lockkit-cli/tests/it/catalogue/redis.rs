@@ -103,7 +103,7 @@ fn redis_errors_are_those_of_the_catalogue() {
     table.row(
         "TLS with a port that has none",
         says("does not answer within 2s", "is TLS on at both ends"),
-        "Write `redis://`, or the port that has TLS.",
+        "Correct the port, or configure TLS at the server. If it worked before, somebody may be in the way: do not switch TLS off.",
         || connecting(&format!("rediss://{at}")),
     );
     table.row(
@@ -261,7 +261,7 @@ fn redis_errors_are_those_of_the_catalogue() {
     table.row(
         "the lock's key holds something else",
         says("WRONGTYPE", "choose another namespace").of("`taken:job`"),
-        "Delete the key, or take another namespace.",
+        "Find out whose it is: it may be another program's lock. Take another namespace for all clients.",
         || {
             users.cli(&["RPUSH", "taken:job", "x"]).unwrap();
             trying(&format!("redis://{at}?namespace=taken"))
@@ -270,7 +270,7 @@ fn redis_errors_are_those_of_the_catalogue() {
     table.row(
         "the counter of tokens holds something else",
         says("is no number", "delete the key").of("odd:lockkit#fence"),
-        "Delete the key, and raise the tokens.",
+        "Stop all clients, delete the key, and raise the tokens above the highest `last_token`.",
         || {
             users.cli(&["SET", "odd:lockkit#fence", "x"]).unwrap();
             trying(&format!("redis://{at}?namespace=odd"))
@@ -310,7 +310,7 @@ fn redis_errors_are_those_of_the_catalogue() {
     table.row(
         "the server has too few replicas",
         says("NOREPLICAS", "look at its `INFO replication`"),
-        "Start its replicas, or lower `min-replicas-to-write`.",
+        "Start its replicas. With a lower `min-replicas-to-write`, a fail-over loses more.",
         || {
             let server = RedisServer::builder()
                 .directive("min-replicas-to-write", &["1"])

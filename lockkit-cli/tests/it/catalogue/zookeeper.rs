@@ -86,7 +86,7 @@ fn zookeeper_errors_are_those_of_the_catalogue() {
     table.row(
         "TLS with a port that has none",
         says("ended while TLS began", "is this port"),
-        "Write the port that has TLS, or no `tls`.",
+        "Correct the port, or configure TLS at the server. If it worked before, somebody may be in the way: do not switch TLS off.",
         || {
             let ca = certificates.authority();
             connecting(&format!(
