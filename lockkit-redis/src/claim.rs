@@ -46,6 +46,8 @@ pub(crate) struct RedisClaim {
     granted_at_once: Option<Instant>,
     /// It has made its exclusive hold a shared one. A server that lost that is told by the next renewal.
     is_downgraded: bool,
+    /// The server has confirmed a release since the last request for a hold. A claim that was refused goes on with the same owner.
+    was_released: bool,
     /// The shortest ttl that it has asked for.
     shortest_ttl: Duration,
 }
@@ -99,6 +101,7 @@ impl RedisClaim {
             renew_soon: false,
             granted_at_once: None,
             is_downgraded: false,
+            was_released: false,
         })
     }
 
@@ -166,6 +169,7 @@ impl RedisClaim {
     async fn ask(&mut self, waits: bool) -> Result<Reply> {
         // A request that is not sent leaves nothing at the server.
         let connection = self.shared.connection.current("acquire")?;
+        self.was_released = false;
         let alone = self.request.mode == Mode::Exclusive && !self.may_be_queued;
         self.may_be_queued |= waits;
         self.wakeup().begin();
@@ -269,6 +273,7 @@ impl RedisClaim {
             );
             return Err(Error::permanent(NAME, operation, reason));
         };
+        self.was_released = false;
         self.shared.inbox.wakeups.saw(last);
         if self.request.tokens != tokens {
             self.request.tokens = tokens;
@@ -506,6 +511,7 @@ impl Claim for RedisClaim {
     }
 
     async fn adopt(&mut self, from: OwnerId, token: FencingToken) -> Result<Option<Renewal>> {
+        self.was_released = false;
         // From now on, it hears of the end of its hold.
         self.wakeup().begin();
         let mut call = script::ADOPT.call(&self.key);
@@ -536,6 +542,7 @@ impl Claim for RedisClaim {
             wakeup.stop();
         }
         self.may_be_queued = false;
+        self.was_released = true;
         let loss = self.loss();
         let was_held = self.token.take().is_some();
         self.token_published = None;
@@ -544,9 +551,6 @@ impl Claim for RedisClaim {
         self.held_until = None;
         if was_held && !held {
             return Err(Error::lost(NAME, self.request.name.clone(), loss));
-        }
-        if was_held && self.shared.sentinels.is_some() {
-            self.shared.inbox.wakeups.released(self.request.owner, &self.key);
         }
         Ok(())
     }
@@ -569,6 +573,8 @@ impl Drop for RedisClaim {
         let (wakeups, owner) = (&self.shared.inbox.wakeups, self.request.owner);
         if self.may_be_queued {
             wakeups.abandon(owner, std::mem::take(&mut self.key));
+        } else if self.was_released && self.shared.sentinels.is_some() {
+            wakeups.released(owner, std::mem::take(&mut self.key));
         }
         if self.wakeup.is_some() {
             wakeups.remove(owner);

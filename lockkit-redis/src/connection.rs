@@ -641,8 +641,9 @@ impl Supervisor {
                     if let Some(inbox) = &self.inbox {
                         inbox.wakeups.wake_all();
                         inbox.announcements.tell_all();
-                        // A master that was replaced may have confirmed releases of which this one has not heard. An owner has one hold.
-                        let released = inbox.wakeups.take_released();
+                        // A master that was replaced may have confirmed releases of which this one has not heard. Their owners ask for nothing
+                        // any more.
+                        let released = inbox.wakeups.lately_released();
                         for gone in inbox.wakeups.all_abandoned().into_iter().chain(released) {
                             let _ = self.abandon.send(gone);
                         }

@@ -29,7 +29,8 @@ pub(crate) struct Wakeups {
     by_owner: Mutex<HashMap<u128, Arc<Wakeup>>>,
     /// Owners of dropped claims that the server may still have in a queue, each with the key of its lock.
     abandoned: Mutex<HashMap<u128, Vec<u8>>>,
-    /// Holds that a master under Sentinel has lately released, with their owners and keys: it may have been replaced already.
+    /// Owners of claims that are gone whose release a master under Sentinel has lately confirmed, each with the key of its lock: the master
+    /// may have been replaced already.
     released: Mutex<VecDeque<(Instant, OwnerId, Vec<u8>)>>,
     /// The number of claims that are in a queue at the server.
     waiting: Arc<AtomicUsize>,
@@ -156,8 +157,8 @@ impl Wakeups {
             .collect()
     }
 
-    /// Notes that a master has confirmed the release of a hold.
-    pub(crate) fn released(&self, owner: OwnerId, lock: &[u8]) {
+    /// Notes that a master has confirmed the last release of a claim that is gone.
+    pub(crate) fn released(&self, owner: OwnerId, lock: Vec<u8>) {
         /// The most that are kept.
         const MOST: usize = 10_000;
 
@@ -170,16 +171,16 @@ impl Wakeups {
         {
             released.pop_front();
         }
-        released.push_back((now, owner, lock.to_vec()));
+        released.push_back((now, owner, lock));
     }
 
-    /// Returns the holds that were released within [`RELEASED_LATELY`], and forgets all.
-    pub(crate) fn take_released(&self) -> Vec<(OwnerId, Vec<u8>)> {
+    /// Returns what was released within [`RELEASED_LATELY`].
+    pub(crate) fn lately_released(&self) -> Vec<(OwnerId, Vec<u8>)> {
         let now = Instant::now();
-        let released = std::mem::take(&mut *self.released.lock());
+        let released = self.released.lock();
         let lately = |at: &Instant| now.saturating_duration_since(*at) <= RELEASED_LATELY;
-        let released = released.into_iter().filter(|(at, ..)| lately(at));
-        released.map(|(_, owner, lock)| (owner, lock)).collect()
+        let released = released.iter().filter(|(at, ..)| lately(at));
+        released.map(|(_, owner, lock)| (*owner, lock.clone())).collect()
     }
 
     /// Notes that the server has been told of a dropped claim.

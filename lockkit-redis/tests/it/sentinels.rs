@@ -10,7 +10,7 @@ use lockkit_testbed::{
 use tokio::time::sleep;
 
 use crate::{
-    common::{LONG, MS, SECOND, connect, lock, no_server, shown, until, within},
+    common::{LONG, MS, SECOND, connect, granted, lock, no_server, shown, until, waiter, within},
     deployments::{master_is, sentinel_config},
 };
 
@@ -194,6 +194,43 @@ async fn what_is_released_in_a_planned_failover_is_free_after_it() {
             .all(|n| lease_end(second, &n.to_string()).is_none())
     })
     .await;
+}
+
+/// A claim whose grant too few replicas had goes on with the owner that it has released.
+#[tokio::test]
+async fn a_grant_after_a_refused_one_outlives_a_reconnection() {
+    if no_server() {
+        return;
+    }
+    let group = RedisSentinels::start().unwrap();
+    let [first, second] = group.servers();
+    let mut config = sentinel_config(&group);
+    config.replicas = 1;
+    config.replicas_timeout = 200 * MS;
+    let client = connect(config).await.unwrap();
+    let lock = lock(&client, "a", LONG);
+    lock.acquire().await.unwrap().release().await.unwrap();
+    let waits = || first.command_counts().unwrap().get("wait").copied().unwrap_or(0);
+    let before = waits();
+    second.pause().unwrap();
+    let waiting = waiter(&lock);
+    eventually("refused", async || waits() >= before + 2).await;
+    second.resume().unwrap();
+    let guard = granted(LONG, "the replica is there again", waiting).await;
+    first.cli(&["CLIENT", "KILL", "TYPE", "pubsub"]).unwrap();
+    eventually("connected again", async || {
+        let channels = first.cli(&["PUBSUB", "CHANNELS", "lockkit:lockkit#client:*"]);
+        channels.is_ok_and(|channels| !channels.is_empty())
+    })
+    .await;
+    for _ in 0..20 {
+        assert!(
+            lease_end(first, "a").is_some() && guard.is_held(),
+            "PROMISE BROKEN: a hold was released that its holder has"
+        );
+        sleep(100 * MS).await;
+    }
+    guard.release().await.unwrap();
 }
 
 #[tokio::test]
