@@ -58,8 +58,7 @@ impl<A: Message + Default> Decoder for BoundedDecoder<A> {
     type Error = Status;
 
     fn decode(&mut self, bytes: &mut DecodeBuf<'_>) -> Result<Option<A>, Status> {
-        // What cannot be counted cannot be decoded either.
-        let parts = parts(bytes.chunk(), &WITHIN).unwrap_or(0);
+        let parts = parts(bytes.chunk(), &WITHIN);
         let weight = bytes.remaining().saturating_add(parts.saturating_mul(PER_PART));
         if weight > MAX_ANSWER {
             return Err(Status::resource_exhausted(
@@ -73,32 +72,36 @@ impl<A: Message + Default> Decoder for BoundedDecoder<A> {
     }
 }
 
-/// Counts the parts of a message, and those of its parts in these fields, each within the one before.
-fn parts(mut message: &[u8], within: &[u32]) -> Result<usize, prost::DecodeError> {
+/// Counts the parts of a message, and those of its parts in these fields, each within the one before: up to what cannot be read, since what
+/// stands before that is decoded all the same.
+fn parts(mut message: &[u8], within: &[u32]) -> usize {
     let mut count = 0_usize;
     while !message.is_empty() {
-        let (field, wire_type) = decode_key(&mut message)?;
+        let Ok((field, wire_type)) = decode_key(&mut message) else {
+            break;
+        };
         if wire_type != WireType::LengthDelimited {
-            skip_field(
-                wire_type,
-                field,
-                &mut message,
-                prost::encoding::DecodeContext::default(),
-            )?;
+            let context = prost::encoding::DecodeContext::default();
+            if skip_field(wire_type, field, &mut message, context).is_err() {
+                break;
+            }
             continue;
         }
-        let length = usize::try_from(decode_varint(&mut message)?).unwrap_or(usize::MAX);
+        let Ok(length) = decode_varint(&mut message) else {
+            break;
+        };
+        let length = usize::try_from(length).unwrap_or(usize::MAX);
         let (part, rest) = message.split_at(length.min(message.len()));
         count += 1;
         if let Some((first, further)) = within.split_first()
             && *first == field
         {
             // A text, perhaps.
-            count += parts(part, further).unwrap_or(0);
+            count += parts(part, further);
         }
         message = rest;
     }
-    Ok(count)
+    count
 }
 
 #[cfg(test)]
@@ -106,27 +109,30 @@ mod tests {
     use super::*;
     use crate::wire::{Event, KeyValue, RangeResponse, ResponseOp, TxnResponse, WatchResponse};
 
+    fn range_of(keys: usize) -> RangeResponse {
+        RangeResponse {
+            header: None,
+            kvs: vec![KeyValue::default(); keys],
+            more: true,
+        }
+    }
+
     #[test]
     fn parts_are_counted_wherever_they_are() {
-        let range = RangeResponse {
-            header: None,
-            kvs: vec![KeyValue::default(); 5],
-            more: true,
-        };
-        assert_eq!(parts(&range.encode_to_vec(), &WITHIN).unwrap(), 5);
+        let range = range_of(5);
+        assert_eq!(parts(&range.encode_to_vec(), &WITHIN), 5);
         let watch = WatchResponse {
             events: vec![Event { kind: 1 }; 7],
             ..WatchResponse::default()
         };
-        assert_eq!(parts(&watch.encode_to_vec(), &WITHIN).unwrap(), 7);
+        assert_eq!(parts(&watch.encode_to_vec(), &WITHIN), 7);
         let transaction = TxnResponse {
             responses: vec![ResponseOp { range: Some(range) }; 2],
             ..TxnResponse::default()
         };
-        assert_eq!(
-            parts(&transaction.encode_to_vec(), &WITHIN).unwrap(),
-            2 * (1 + 1 + 5)
-        );
-        assert!(parts(&[0xff; 20], &WITHIN).is_err());
+        assert_eq!(parts(&transaction.encode_to_vec(), &WITHIN), 2 * (1 + 1 + 5));
+        assert_eq!(parts(&[0xff; 20], &WITHIN), 0);
+        let torn = [&range_of(5).encode_to_vec()[..], &[0x07]].concat();
+        assert_eq!(parts(&torn, &WITHIN), 5, "what is decoded before it fails counts");
     }
 }
