@@ -101,11 +101,10 @@ impl Control {
 
     /// Runs statements without parameters in one transaction.
     pub(crate) async fn run_together(&self, operation: &'static str, statements: &str) -> Result<()> {
-        let mut state = self.state.lock().await;
-        // Not over the kept connection: it would be lost with a future that is dropped.
+        // Not over the kept connection: it would be lost with a future that is dropped, and others would wait for one that nobody polls.
         let (mut wire, _) = self.open(operation).await?;
         wire.run_together(statements).await.during(operation)?;
-        *state = Some(Resumable::new(wire));
+        *self.state.lock().await = Some(Resumable::new(wire));
         Ok(())
     }
 
