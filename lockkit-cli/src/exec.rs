@@ -6,14 +6,17 @@
 
 use std::{
     ffi::OsString,
-    fs::OpenOptions,
+    fs::{self, OpenOptions},
     io::{self, PipeReader, PipeWriter, Read, Write},
     os::{fd::AsRawFd, unix::process::CommandExt},
     process::{self, Stdio},
 };
 
 use lockkit::spi::chain;
-use rustix::fs::{OFlags, fcntl_setfl};
+use rustix::{
+    fs::{OFlags, fcntl_setfl},
+    process::getppid,
+};
 use tokio::signal::unix::{self, SignalKind};
 
 use crate::{
@@ -59,9 +62,15 @@ pub(crate) fn tied_to_this_process(
     ignores_children: bool,
 ) -> Result<(process::Command, NotRun), Failure> {
     let not_run = NotRun::new().map_err(|error| cannot_start(&error))?;
-    // This path stays good when the file has been replaced or removed since.
+    // This path stays good when the file has been replaced or removed since. `env` is another program than this one, and has to be told
+    // which that is.
     let this_program = if cfg!(target_os = "linux") {
-        format!("/proc/{}/exe", process::id()).into()
+        let this = if ignores_children {
+            process::id().to_string()
+        } else {
+            "self".to_owned()
+        };
+        format!("/proc/{this}/exe").into()
     } else {
         std::env::current_exe().map_err(|error| cannot_start(&error))?
     };
@@ -101,6 +110,9 @@ pub(crate) fn can_ignore_children() -> bool {
 /// Returns only if it fails: with the status to exit with, if the parent was [told](NotRun) why.
 pub(crate) fn become_command(args: &Exec) -> Result<u8, Failure> {
     let failure = try_to_become_command(args);
+    if !is_child_of(args.parent) {
+        return Err(failure);
+    }
     let tell = format!("/proc/{}/fd/{}", args.parent, args.tell);
     let told = OpenOptions::new().write(true).open(tell).and_then(|mut tell| {
         let why = failure.message().as_bytes();
@@ -112,10 +124,17 @@ pub(crate) fn become_command(args: &Exec) -> Result<u8, Failure> {
     }
 }
 
+/// Returns whether this is the parent, and `/proc` that of its processes: else its name there may be a stranger's.
+fn is_child_of(parent: i32) -> bool {
+    let own =
+        fs::read_link("/proc/self").is_ok_and(|own| own.as_os_str() == process::id().to_string().as_str());
+    own && getppid().is_some_and(|now| now.as_raw_nonzero().get() == parent)
+}
+
 fn try_to_become_command(args: &Exec) -> Failure {
     #[cfg(target_os = "linux")]
     {
-        use rustix::process::{Signal, getppid, set_parent_process_death_signal};
+        use rustix::process::{Signal, set_parent_process_death_signal};
 
         if let Err(error) = set_parent_process_death_signal(Some(Signal::KILL)) {
             return Failure::because("cannot tie the command to lockkit", &error);

@@ -301,7 +301,14 @@ async fn run_under(
     signals: &mut Signals,
 ) -> Result<u8, Failure> {
     let held_too_long = max_hold.map(|max_hold| (max_hold, Instant::now() + max_hold));
-    let (mut command, not_run) = tied?;
+    let (mut command, not_run) = match tied {
+        Ok(tied) => tied,
+        Err(failure) => {
+            // Nobody has done the job, so that another may at once.
+            let _ = clients.release(guard, false).await;
+            return Err(failure);
+        }
+    };
     command
         .env("LOCKKIT_NAME", args.name())
         .env("LOCKKIT_TOKEN", guard.token().to_string());
