@@ -21,7 +21,7 @@ use tokio::{
 };
 
 /// The most bytes that a client takes from a rogue, with all that the system keeps in between.
-const MOST_TAKEN: usize = 32 * 1024 * 1024;
+const MOST_TAKEN: usize = 64 * 1024 * 1024;
 /// The most memory that a client of a rogue has at any time, in bytes, with its program.
 const MOST_KEPT: u64 = 64 * 1024 * 1024;
 /// The most bytes of a client that are kept to be looked through.
@@ -157,6 +157,8 @@ async fn run(limit: Duration, client: &mut Command) -> io::Result<Option<Ended>>
     // Files, so that it never waits for somebody to read.
     let (output, complaint) = (tempfile::tempfile()?, tempfile::tempfile()?);
     client
+        // The names for a backtrace take more memory than a client may have.
+        .env("RUST_BACKTRACE", "0")
         .stdin(Stdio::null())
         .stdout(output.try_clone()?)
         .stderr(complaint.try_clone()?);
