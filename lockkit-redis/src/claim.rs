@@ -23,6 +23,10 @@ use crate::{
 /// push that was lost, and a head that died.
 pub(crate) const FOLLOWER_DELAY: Duration = Duration::from_secs(5);
 
+#[expect(
+    clippy::struct_excessive_bools,
+    reason = "each is a fact of its own about what the server may have"
+)]
 pub(crate) struct RedisClaim {
     shared: Arc<Shared>,
     request: ClaimRequest,
