@@ -24,7 +24,7 @@ use crate::{
     exec::{self, NotRun},
     failure::{self, FAILED, Failure, LOST, NOT_GRANTED, cannot_start, say},
     family,
-    signals::{STOPPING, Signals},
+    signals::{self, STOPPING, Signals},
     warnings,
 };
 
@@ -52,6 +52,7 @@ const LOOK: Duration = Duration::from_millis(50);
 
 /// Answers with the exit status.
 pub(crate) fn run(args: Run) -> Result<u8, Failure> {
+    signals::note_ignored();
     family::keep_room().map_err(|error| Failure::because("cannot start", &error))?;
     crate::can_begin()?;
     failure::say_without_waiting()?;

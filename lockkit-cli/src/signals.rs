@@ -1,6 +1,6 @@
 //! The signals that `lockkit run` passes on.
 
-use std::{future::poll_fn, io, task::Poll, time::Duration};
+use std::{future::poll_fn, io, sync::OnceLock, task::Poll, time::Duration};
 
 use rustix::process::{Signal, kill_process};
 use tokio::{
@@ -158,8 +158,16 @@ pub(crate) fn is_blocked(signal: Signal) -> bool {
     is_in(mask("SigBlk:"), signal)
 }
 
+/// Notes which signals are ignored, before anything else takes descriptors: to ask takes one, and there may be few.
+pub(crate) fn note_ignored() {
+    ignored_at_start();
+}
+
+/// Returns the signals that were ignored when this was first asked.
 fn ignored_at_start() -> u64 {
-    mask("SigIgn:")
+    static IGNORED: OnceLock<u64> = OnceLock::new();
+
+    *IGNORED.get_or_init(|| mask("SigIgn:"))
 }
 
 /// One bit per signal, from the lowest. Where the system does not tell, none.
