@@ -159,16 +159,16 @@ impl<C> State<C> {
         self.limit.as_ref().is_some_and(|limit| now.at >= limit.over)
     }
 
-    /// The end of its lease, or of what its session still proves. A hold without a lease has an end from its limit on.
+    /// The end of its lease, or of what its session still proves. From its limit on, a hold has an end, also without a lease, and where a
+    /// lease is longer: one that begins with a reply, as a session's, may be.
     fn end(&self, now: Moment) -> Option<Moment> {
-        let lease = self.valid_until.or_else(|| {
-            let limit = self.limit.as_ref().filter(|_| self.limit_is_over(now));
-            limit.map(|limit| now.at_instant(limit.end))
-        });
-        let Some(Ok(proven)) = self.session_proof() else {
-            return lease;
+        let limit = self.limit.as_ref().filter(|_| self.limit_is_over(now));
+        let limit = limit.map(|limit| now.at_instant(limit.end));
+        let proven = match self.session_proof() {
+            Some(Ok(proven)) => Some(now.end_of_hold(proven)),
+            _ => None,
         };
-        let ends = [lease, Some(now.end_of_hold(proven))];
+        let ends = [self.valid_until, limit, proven];
         ends.into_iter().flatten().min_by_key(|end| end.seen_from(now))
     }
 

@@ -39,6 +39,20 @@ fn lock(probe: &Probe) -> Lock {
     lock.with_options(options())
 }
 
+/// A lease that begins with a reply, as that of a session does, may prove more than a ttl.
+#[tokio::test(start_paused = true)]
+async fn a_longer_lease_ends_a_ttl_after_then() {
+    let probe = Probe {
+        renewed_for: Some(TTL * 2),
+        ..Probe::default()
+    };
+    let guard = lock(&probe).acquire().await.unwrap();
+    let granted = Instant::now();
+    assert_eq!(guard.lost().await, LossReason::MaxHold);
+    let held = granted.elapsed();
+    assert!(held > MAX_HOLD && held <= MAX_HOLD + TTL + 10 * MS, "{held:?}");
+}
+
 #[tokio::test(start_paused = true)]
 async fn it_is_renewed_until_then_and_ends_with_its_lease() {
     let probe = Probe::default();
