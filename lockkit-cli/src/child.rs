@@ -94,7 +94,7 @@ pub(crate) struct Child {
     reaped: bool,
 }
 
-/// What a command has done.
+/// A change of the command: it has ended or stopped.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Change {
     Exited,

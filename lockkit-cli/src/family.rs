@@ -116,7 +116,7 @@ mod linux {
 
     use rustix::{io::Errno, process::Pid};
 
-    /// As many descriptors as a look at all processes takes: that of a directory, and of a file. A signal takes as many.
+    /// The descriptors that a look at all processes takes: that of a directory, and of a file. A signal takes as many.
     const ROOM: usize = 2;
 
     /// Descriptors that are kept for those looks.

@@ -456,7 +456,7 @@ impl Supervised {
     }
 
     /// Stops this process, once the command is stopped: whoever watches over the lock does not stand still while the command goes on.
-    /// What it has started stops too, also if it ignores the signal that stopped the command.
+    /// Stops what the command has started, too, also if that ignores the signal that stopped the command.
     async fn stop(&mut self, signals: &mut Signals) {
         if self.follows.take().is_some_and(|until| Instant::now() < until) {
             self.child.signal(Signal::STOP);
@@ -623,13 +623,13 @@ mod tests {
 
     const TTL: Duration = Duration::from_secs(8);
 
-    /// How a command ended.
+    /// The end of a command.
     struct Ended {
         ending: Ending,
-        /// How long before the lease it was seen to have ended.
+        /// The time that was left of the lease when it was seen to have ended.
         left: Duration,
-        /// The same, if the load of this machine had not delayed its end and the look at it: by five times what it delayed a thread
-        /// that slept beside it, since a shell has to hear, to end and to be reaped, each in its turn.
+        /// The time that would have been left if the load of this machine had not delayed its end and the look at it: by five times what it
+        /// delayed a thread that slept beside it, since a shell has to hear, to end and to be reaped, each in its turn.
         left_without_load: Duration,
     }
 
