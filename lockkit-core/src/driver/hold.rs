@@ -72,7 +72,7 @@ impl Record {
         let lease = self.cell.renewed_for().or(self.granted_for);
         lease.or_else(|| {
             let max_hold = self.max_hold.as_ref()?;
-            self.is_past_max_hold().then_some(max_hold.grace)
+            self.is_past_max_hold().then(|| max_hold.grace())
         })
     }
 
@@ -388,6 +388,9 @@ impl Hold {
         let length = claim.set_ttl(ttl).map_err(|err| err.for_lock(&self.name))?;
         let length = length.ok_or_else(|| self.has_one_ttl())?;
         contender.set_ttl(ttl);
+        if let Some(max_hold) = &self.max_hold {
+            max_hold.set_ttl(ttl);
+        }
         let now = self.now();
         let lease = self.clock.proof(&Lease {
             since: now.at,

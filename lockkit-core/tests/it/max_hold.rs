@@ -494,3 +494,22 @@ async fn a_task_that_hangs_is_not_waited_for_beyond_then() {
     next.release().await.unwrap();
     drop(guard);
 }
+
+/// A longer lease that was confirmed before then is not cut short by the ttl that the hold began with.
+#[tokio::test(start_paused = true)]
+async fn a_ttl_that_was_set_before_then_lasts_beyond_it() {
+    for ttl in [TTL * 3, TTL / 3] {
+        let guard = lock(&Probe::default()).acquire().await.unwrap();
+        let granted = Instant::now();
+        tokio::time::sleep(MAX_HOLD.saturating_sub(SECOND)).await;
+        guard.set_ttl(ttl).await.unwrap();
+        let told = guard.valid_until().unwrap();
+        assert_eq!(guard.lost().await, LossReason::MaxHold);
+        let (told, held) = (told - granted, granted.elapsed());
+        assert!(
+            held + 10 * MS >= told && held > MAX_HOLD,
+            "{ttl:?}: {held:?} of {told:?}"
+        );
+        assert!(held <= MAX_HOLD + ttl + 10 * MS, "{ttl:?}: {held:?}");
+    }
+}
