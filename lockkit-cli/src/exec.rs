@@ -6,7 +6,7 @@
 
 use std::{
     ffi::OsString,
-    fs::{self, OpenOptions},
+    fs::{self, File, OpenOptions},
     io::{self, PipeReader, PipeWriter, Read, Write},
     os::{fd::AsRawFd, unix::process::CommandExt},
     process::{self, Stdio},
@@ -27,31 +27,48 @@ use crate::{
 /// The hidden subcommand.
 pub(crate) const SUBCOMMAND: &str = "__exec";
 
-/// The pipe by which a process says why it could not become the command. Neither its status nor its name tells that: a command may have
-/// the same. Nor could the process say it itself: what it would write to may be a pipe that nobody reads, or has read to its end.
+/// The pipe by which a process says that it is about to become the command, and why it could not. Neither its status nor its name tells
+/// that: a command may have the same. Nor could the process say it itself: what it would write to may be a pipe that nobody reads, or has
+/// read to its end. A process that was ended by a signal before it said anything has not become the command.
 ///
 /// No end of the pipe is inherited. The process opens it by way of its parent, where the system has a way (Linux). Elsewhere it says so
 /// itself, and each command counts as one that has run.
 pub(crate) struct NotRun {
     told: PipeReader,
     tell: PipeWriter,
+    /// The system has that way.
+    has_a_way: bool,
 }
 
 /// The room that each pipe has, however many its user has.
 const ROOM: usize = 4096;
 
+/// What a process says before it becomes the command.
+const BEGINS: u8 = b'\n';
+
 impl NotRun {
     fn new() -> io::Result<Self> {
         let (told, tell) = io::pipe()?;
         fcntl_setfl(&told, OFlags::NONBLOCK)?;
-        Ok(Self { told, tell })
+        let own = i32::try_from(process::id()).unwrap_or_default();
+        let has_a_way = proc_is_of_this() && open_of_parent(own, tell.as_raw_fd()).is_ok();
+        Ok(Self {
+            told,
+            tell,
+            has_a_way,
+        })
     }
 
     /// Returns why there was no command, if there was none. To be asked when it has exited.
     pub(crate) fn why(&self) -> Option<String> {
-        let mut why = [0; ROOM];
-        let count = (&self.told).read(&mut why).ok()?;
-        Some(String::from_utf8_lossy(&why[..count]).into_owned())
+        let mut said = [0; ROOM];
+        let Ok(count) = (&self.told).read(&mut said) else {
+            return self
+                .has_a_way
+                .then(|| "the command was ended before it began".to_owned());
+        };
+        let why = said[..count].strip_prefix(&[BEGINS]).unwrap_or(&said[..count]);
+        (!why.is_empty()).then(|| String::from_utf8_lossy(why).into_owned())
     }
 }
 
@@ -109,29 +126,39 @@ pub(crate) fn can_ignore_children() -> bool {
 
 /// Returns only if it fails: with the status to exit with, if the parent was [told](NotRun) why.
 pub(crate) fn become_command(args: &Exec) -> Result<u8, Failure> {
-    let failure = try_to_become_command(args);
     if !is_child_of(args.parent) {
-        return Err(failure);
+        return Err(try_to_become_command(args, None));
     }
-    let tell = format!("/proc/{}/fd/{}", args.parent, args.tell);
-    let told = OpenOptions::new().write(true).open(tell).and_then(|mut tell| {
-        let why = failure.message().as_bytes();
-        tell.write_all(&why[..why.len().min(ROOM)])
-    });
-    match told {
+    // Without that, the parent would take a command that runs for one that has not.
+    let tell = open_of_parent(args.parent, args.tell);
+    let mut tell =
+        tell.map_err(|error| Failure::because("cannot tell lockkit that the command begins", &error))?;
+    let failure = try_to_become_command(args, Some(&mut tell));
+    let why = failure.message().as_bytes();
+    match tell.write_all(&why[..why.len().min(ROOM - 1)]) {
         Ok(()) => Ok(failure.status()),
         Err(_) => Err(failure),
     }
 }
 
-/// Returns whether this is the parent, and `/proc` that of its processes: else its name there may be a stranger's.
-fn is_child_of(parent: i32) -> bool {
-    let own =
-        fs::read_link("/proc/self").is_ok_and(|own| own.as_os_str() == process::id().to_string().as_str());
-    own && getppid().is_some_and(|now| now.as_raw_nonzero().get() == parent)
+/// Opens the end of the pipe that the parent is told through.
+fn open_of_parent(parent: i32, tell: i32) -> io::Result<File> {
+    let tell = format!("/proc/{parent}/fd/{tell}");
+    OpenOptions::new().write(true).open(tell)
 }
 
-fn try_to_become_command(args: &Exec) -> Failure {
+/// Returns whether this is the parent, and `/proc` that of its processes: else its name there may be a stranger's.
+fn is_child_of(parent: i32) -> bool {
+    proc_is_of_this() && getppid().is_some_and(|now| now.as_raw_nonzero().get() == parent)
+}
+
+/// Returns whether `/proc` has this process under the id that it knows.
+fn proc_is_of_this() -> bool {
+    fs::read_link("/proc/self").is_ok_and(|own| own.as_os_str() == process::id().to_string().as_str())
+}
+
+/// If there is somebody to `tell`, it hears right before the command begins.
+fn try_to_become_command(args: &Exec, tell: Option<&mut File>) -> Failure {
     #[cfg(target_os = "linux")]
     {
         use rustix::process::{Signal, set_parent_process_death_signal};
@@ -147,6 +174,9 @@ fn try_to_become_command(args: &Exec) -> Failure {
     let [program, arguments @ ..] = args.command.as_slice() else {
         return Failure::new(FAILED, "there is no command to run");
     };
+    if let Some(Err(error)) = tell.map(|tell| tell.write_all(&[BEGINS])) {
+        return Failure::because("cannot tell lockkit that the command begins", &error);
+    }
     let error = process::Command::new(program).args(arguments).exec();
     let status = if error.kind() == io::ErrorKind::NotFound {
         NOT_FOUND

@@ -1,8 +1,15 @@
 //! `lockkit run`: a command under a lock.
 
 use std::{
-    collections::VecDeque, os::unix::process::ExitStatusExt, panic, pin::pin, process::ExitStatus, sync::Arc,
-    thread, time::Duration,
+    collections::VecDeque,
+    os::unix::process::ExitStatusExt,
+    panic,
+    pin::pin,
+    process::ExitStatus,
+    sync::Arc,
+    task::{Context, Waker},
+    thread,
+    time::Duration,
 };
 
 use lockkit::{
@@ -115,20 +122,24 @@ async fn run_beside(handle: Handle, args: Run) -> Result<u8, Failure> {
     let given = wait;
     let wait = wait.map(|wait| wait.saturating_sub(started.elapsed()));
     let args = Arc::new(args);
+    let mut acquiring = JoinSet::new();
     let acquired = {
         let (client, args) = (client.clone(), Arc::clone(&args));
-        clients.run(wait, "acquire", async move {
-            acquire(&client, &args, wait, given).await
+        clients.run_in(&mut acquiring, wait, "acquire", async move {
+            acquire(&client, &args, wait, given).await.map(Unused::new)
         })
     };
+    let acquired = async { acquired.await?.and_then(Unused::take) };
     let status = match signals.unless_ended(acquired).await {
-        Ok(Ok(Ok(guard))) => {
+        Ok(Ok(guard)) => {
             let tied = exec::tied_to_this_process(&args.command, ignores_children);
             run_under(guard, &args, tied, max_hold, &clients, &mut signals).await
         }
-        Ok(Ok(Err(failure)) | Err(failure)) => Err(failure),
+        Ok(Err(failure)) => Err(failure),
         Err(signal) => Ok(status_of_signal(signal)),
     };
+    // What has been granted meanwhile is released before the client is closed.
+    let _ = timeout(LEAVE_WITHIN, acquiring.shutdown()).await;
     // The last word does not wait for a server that may be away.
     let status = status.unwrap_or_else(Failure::report);
     // What a release that was not confirmed leaves behind ends with its lease, and `run_under` has said so.
@@ -153,7 +164,17 @@ impl Clients {
         what: &str,
         task: impl Future<Output = T> + Send + 'static,
     ) -> Result<T, Failure> {
-        let mut tasks = JoinSet::new();
+        self.run_in(&mut JoinSet::new(), within, what, task).await
+    }
+
+    /// Runs `task` there, as [`run`](Self::run), as the only one in `tasks`: it ends with them.
+    async fn run_in<T: Send + 'static>(
+        &self,
+        tasks: &mut JoinSet<T>,
+        within: Option<Duration>,
+        what: &str,
+        task: impl Future<Output = T> + Send + 'static,
+    ) -> Result<T, Failure> {
         tasks.spawn_on(task, &self.handle);
         let done = async {
             match tasks.join_next().await {
@@ -238,6 +259,38 @@ impl Clients {
             }
         };
         self.run(Some(self.op_timeout), "release", release).await
+    }
+}
+
+/// A hold under which no command has begun. Dropped, as by a signal that comes with the grant, it is released early: nobody has done the
+/// job, so that another may at once.
+struct Unused {
+    guard: Option<LockGuard>,
+    clients: Handle,
+}
+
+impl Unused {
+    /// On the client's threads.
+    fn new(guard: LockGuard) -> Self {
+        Self {
+            guard: Some(guard),
+            clients: Handle::current(),
+        }
+    }
+
+    fn take(mut self) -> Result<LockGuard, Failure> {
+        let guard = self.guard.take();
+        guard.ok_or_else(|| Failure::new(FAILED, "the hold has been given up"))
+    }
+}
+
+impl Drop for Unused {
+    fn drop(&mut self) {
+        if let Some(guard) = self.guard.take() {
+            let _on_the_client = self.clients.enter();
+            // The client goes on with it, and waits for it when it is closed.
+            let _ = pin!(guard.release_early()).poll(&mut Context::from_waker(Waker::noop()));
+        }
     }
 }
 

@@ -2,6 +2,7 @@
 
 use std::{
     env, fs,
+    os::unix::fs::PermissionsExt,
     process::{Command, Stdio},
     sync::atomic::{AtomicUsize, Ordering},
     thread,
@@ -15,7 +16,9 @@ use lockkit_testbed::{
     skipped,
 };
 
-use crate::tool::{Running, Site, outcome};
+use rustix::process::Signal;
+
+use crate::tool::{Running, Site, eventually, outcome};
 
 /// The nights on each kind of server. For more of them, say how many in `LOCKKIT_NIGHTS`.
 const NIGHTS: usize = 4;
@@ -166,4 +169,60 @@ fn a_job_of_any_name_keeps_its_lock_and_gets_no_pipe() {
     let (status, output, complaint) = job(&["./lockkit-not-run", "-c", show]);
     assert_eq!((status, output), (0, without.1), "{complaint}");
     assert_eq!(job(&["true"]).0, 124, "the name stays taken");
+}
+
+/// TERM comes with the grant, or before the process that becomes the job has done so. It is held up where it would.
+#[cfg(target_os = "linux")]
+#[test]
+fn a_job_that_is_ended_before_it_begins_frees_its_name() {
+    if skipped("redis", redis::missing()) {
+        return;
+    }
+    let server = RedisServer::plain().unwrap();
+    let mut site = Site::new();
+    site.url = server.url().to_owned();
+    let is_free = |site: &Site| assert_eq!(outcome(&mut site.run(&["--try"], "exit 0")).0, 0);
+    let held_up = site.path("held-up");
+    let env = "case $* in *__exec*) touch held-up; exec sleep 600;; esac; exec /usr/bin/env \"$@\"";
+    fs::write(site.path("env"), format!("#!/bin/sh\n{env}\n")).unwrap();
+    fs::set_permissions(site.path("env"), fs::Permissions::from_mode(0o755)).unwrap();
+    let path = format!("{}:{}", site.path("").display(), env::var("PATH").unwrap());
+    let job = |how: &[&str]| {
+        let run = site.run(&[how, &["--at-least", "10m"]].concat(), "touch done");
+        let mut ignoring = Command::new("/usr/bin/env");
+        ignoring
+            .arg("--ignore-signal=CHLD")
+            .arg(run.get_program())
+            .args(run.get_args())
+            .envs(run.get_envs().filter_map(|(name, value)| Some((name, value?))))
+            .env("PATH", &path)
+            .current_dir(site.path(""))
+            .stdin(Stdio::null());
+        Running::spawn(&mut ignoring)
+    };
+    let ended = |job: Running| {
+        let (status, said) = job.end();
+        assert_eq!(status.code(), Some(143), "{said}");
+        assert!(!site.path("done").exists(), "it was done");
+        is_free(&site);
+    };
+    for _ in 0..8 {
+        let mut before = site.running(&[], "echo up; read line; exit 0");
+        let waiting = job(&[]);
+        eventually("it waits", || {
+            let state = outcome(&mut site.lockkit(&["inspect", "job"])).1;
+            state.contains("1 waiting").then_some(())
+        });
+        waiting.signal(Signal::STOP);
+        before.close_input();
+        assert!(before.end().0.success());
+        waiting.signal(Signal::TERM);
+        waiting.signal(Signal::CONT);
+        ended(waiting);
+    }
+    let _ = fs::remove_file(&held_up);
+    let begun = job(&["--try"]);
+    eventually("it is about to begin", || held_up.exists().then_some(()));
+    begun.signal(Signal::TERM);
+    ended(begun);
 }
