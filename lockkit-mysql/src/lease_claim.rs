@@ -54,7 +54,7 @@ pub(crate) struct LeaseClaim {
     sent: Instant,
     /// The end of the lease that was proven last.
     until: Option<Instant>,
-    /// The shortest ttl that it has asked for.
+    /// The shortest ttl that its hold has asked for.
     shortest_ttl: Duration,
     /// The shortest ttl that a renewal may ask for which comes late, over a connection that was given up.
     late_ttl: Option<Duration>,
@@ -423,7 +423,10 @@ impl Claim for LeaseClaim {
 
     fn set_ttl(&mut self, ttl: Duration) -> Result<Option<Duration>> {
         self.request.ttl = ttl;
-        self.shortest_ttl = self.shortest_ttl.min(ttl);
+        self.shortest_ttl = match self.stage {
+            Stage::Holding => self.shortest_ttl.min(ttl),
+            _ => ttl,
+        };
         self.sql.set_ttl(ttl);
         Ok(Lease::of_ttl(Instant::now(), self.provable_ttl()).length)
     }

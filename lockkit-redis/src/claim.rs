@@ -52,7 +52,7 @@ pub(crate) struct RedisClaim {
     is_downgraded: bool,
     /// The server has confirmed a release since the last request for a hold. A claim that was refused goes on with the same owner.
     was_released: bool,
-    /// The shortest ttl that it has asked for.
+    /// The shortest ttl that its hold has asked for.
     shortest_ttl: Duration,
 }
 
@@ -471,7 +471,8 @@ impl Claim for RedisClaim {
     /// An earlier request does not come late: a new connection has the server end the old one, or the [lease](Self::lease) tells.
     fn set_ttl(&mut self, ttl: Duration) -> Result<Option<Duration>> {
         self.request.ttl = ttl;
-        self.shortest_ttl = self.shortest_ttl.min(ttl);
+        let asked_for = self.token.map_or(ttl, |_| self.shortest_ttl);
+        self.shortest_ttl = asked_for.min(ttl);
         Ok(self.lease(Instant::now()).length)
     }
 

@@ -47,6 +47,7 @@ for_each_flavour! {
     a_release_that_is_asked_again_wakes_the_next_in_line
     a_release_that_comes_late_frees_no_later_hold
     a_renewal_that_comes_late_is_no_shorter_than_is_believed
+    a_ttl_from_before_the_grant_counts_for_no_lease
     a_renewal_that_was_cut_off_is_no_shorter_than_is_believed
     a_release_that_is_cut_off_confirms_nothing
     an_attempt_that_comes_late_takes_nothing
@@ -661,6 +662,35 @@ async fn a_renewal_that_comes_late_is_no_shorter_than_is_believed(flavour: Flavo
 /// The client has noticed the end of its connection, the server has not.
 async fn a_renewal_that_was_cut_off_is_no_shorter_than_is_believed(flavour: Flavour) {
     renewed_late(flavour, true).await;
+}
+
+/// No request was sent with it, so that none can come late.
+async fn a_ttl_from_before_the_grant_counts_for_no_lease(flavour: Flavour) {
+    let server = shared(flavour);
+    let (addr, mut renewal) = hold_back(server.addr(), "SET expires=").await.unwrap();
+    let mut config = config(addr);
+    config.mode = Mode::Lease;
+    let backend = MySqlBackend::connect(config).await.unwrap();
+    let (name, owner) = (name("no-late-renewal"), OwnerId::new(fastrand::u128(..)));
+    let ttl = Duration::from_secs(60);
+    let request = ClaimRequest::new(LockName::new(&name).unwrap(), spi::Mode::Exclusive, ttl, owner);
+    let mut claim = backend.claim(&request).await.unwrap();
+    for asked in [Duration::from_secs(1), ttl] {
+        claim.set_ttl(asked).unwrap();
+    }
+    claim.attempt(Duration::ZERO).await.unwrap().expect("it is free");
+    tokio::select! {
+        renewed = claim.renew() => panic!("it was not held back: {renewed:?}"),
+        () = renewal.came() => {}
+    }
+    // Its connection is given up a second later.
+    let renewed = timeout(Duration::from_secs(8), claim.renew()).await.unwrap();
+    let Renewal::Held(lease) = renewed.unwrap() else {
+        panic!("it is held");
+    };
+    renewal.deliver().await.unwrap();
+    assert!(lease.length.unwrap() > ttl / 2, "{lease:?}");
+    claim.release().await.unwrap();
 }
 
 async fn renewed_late(flavour: Flavour, is_cut_off: bool) {

@@ -60,7 +60,7 @@ pub(crate) struct RedlockClaim {
     lacks_masters: bool,
     /// The number of early renewals since the last win or complete renewal.
     early_renewals: u32,
-    /// The shortest ttl that it has asked for.
+    /// The shortest ttl that its hold has asked for.
     shortest_ttl: Duration,
 }
 
@@ -522,7 +522,8 @@ impl Claim for RedlockClaim {
     fn set_ttl(&mut self, ttl: Duration) -> Result<Option<Duration>> {
         check_ttl(ttl, self.max_ttl)?;
         self.request.ttl = ttl;
-        self.shortest_ttl = self.shortest_ttl.min(ttl);
+        let asked_for = self.tokens.as_ref().map_or(ttl, |_| self.shortest_ttl);
+        self.shortest_ttl = asked_for.min(ttl);
         Ok(self.lease(Instant::now()).length)
     }
 

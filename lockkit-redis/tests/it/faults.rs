@@ -586,6 +586,43 @@ async fn a_late_renewal_shortens_no_lease_that_is_relied_on() {
     held.release().await.unwrap();
 }
 
+/// The server refuses to end the old connection, and nothing on it has asked for less than the ttl.
+#[tokio::test]
+async fn a_least_time_is_no_ttl_that_was_asked_for() {
+    const SHORT: Duration = Duration::from_secs(1);
+
+    if no_server() {
+        return;
+    }
+    let rules = "~* &* +@all -client|kill";
+    let server = RedisServer::builder()
+        .user("bound", "open-sesame", rules)
+        .start()
+        .unwrap();
+    let far = Proxy::start(server.addr()).unwrap();
+    let near = Proxy::start(far.addr()).unwrap();
+    let client = self::client(&format!("redis://bound:open-sesame@{}", near.addr())).await;
+    near.set_upstream(server.addr());
+    let options = AcquireOptions::new().ttl(LONG).op_timeout(300 * MS);
+    for (name, options) in [("a", options.clone().hold_at_least(SHORT)), ("b", options)] {
+        let held = client.lock(name).unwrap().acquire_with(&options).await.unwrap();
+        if name == "a" {
+            far.set(Mode::Blackhole);
+            let error = held.renew().await.unwrap_err();
+            assert!(error.is_transient(), "{error}");
+            until(RECOVERED, "connected again", async || {
+                near.counts().connections >= 2 && client.inspect("a").await.is_ok()
+            })
+            .await;
+        }
+        held.renew().await.unwrap();
+        let length = held.lease_length().unwrap();
+        assert!(length > LONG / 2, "{options:?}: {length:?}");
+        held.release_early().await.unwrap();
+    }
+    far.set(Mode::Pass);
+}
+
 /// A task hangs with its guard. The client asks for its hold as the connection broke, and is cut off after that.
 #[tokio::test]
 async fn a_question_after_max_hold_prolongs_nothing() {
