@@ -1,7 +1,7 @@
 //! The order of waiters, and waiters that die, stop or leave.
 
 use std::{
-    fs,
+    fs, io,
     os::unix::fs::symlink,
     path::{Path, PathBuf},
     sync::{
@@ -289,7 +289,12 @@ async fn a_removed_queue_is_joined_again() {
         if moved {
             fs::rename(&queue, dir.path().join("moved")).unwrap();
         } else {
-            fs::remove_dir_all(&queue).unwrap();
+            // Whoever has lost a ticket may have made another before all are removed.
+            until("it is removed", async || match fs::remove_dir_all(&queue) {
+                Err(error) if error.kind() == io::ErrorKind::DirectoryNotEmpty => false,
+                removed => removed.map(|()| true).unwrap(),
+            })
+            .await;
         }
         until("all have joined", async || tickets(dir.path()).len() == 3).await;
         holder.release().await.unwrap();
