@@ -10,7 +10,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use super::{EtcdBuilder, EtcdServer, server::Member, sockets::is_from};
+use super::{EtcdBuilder, EtcdServer, server::Member, sockets::owner};
 use crate::{Mode, Port, Proxy, process::START_UP};
 
 /// The number of members.
@@ -64,8 +64,13 @@ impl EtcdCluster {
                 .collect();
             let pids = pids.clone();
             doors.push(Proxy::start_and_route(move |from, door| {
-                let mut pids = pids.get()?.iter();
-                let from = pids.position(|pid| is_from(pid.load(Ordering::Relaxed), from, door))?;
+                let pids: Vec<_> = pids
+                    .get()?
+                    .iter()
+                    .map(|pid| pid.load(Ordering::Relaxed))
+                    .collect();
+                let owner = owner(pids.iter().copied(), from, door)?;
+                let from = pids.iter().position(|pid| *pid == owner)?;
                 ways.get(&from).copied()
             })?);
         }

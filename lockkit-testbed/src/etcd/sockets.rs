@@ -5,21 +5,91 @@ use std::{
     net::{Ipv4Addr, SocketAddr},
 };
 
-/// Returns whether `pid` has the socket of the connection from `from` to `to`, both on 127.0.0.1.
-pub(super) fn is_from(pid: u32, from: SocketAddr, to: SocketAddr) -> bool {
-    let Some(socket) = socket_of(from, to) else {
-        return false;
-    };
-    let Ok(files) = fs::read_dir(format!("/proc/{pid}/fd")) else {
-        return false;
-    };
-    files
-        .flatten()
-        .any(|file| fs::read_link(file.path()).is_ok_and(|link| link.as_os_str() == socket.as_str()))
+use rustix::net::{
+    AddressFamily, RecvFlags, SendFlags, SocketFlags, SocketType,
+    netlink::{self, SocketAddrNetlink},
+    recv, sendto, socket_with,
+};
+
+/// Returns which of `pids` has the near end of the connection from `from` to `to`, both on 127.0.0.1.
+pub(super) fn owner(pids: impl IntoIterator<Item = u32>, from: SocketAddr, to: SocketAddr) -> Option<u32> {
+    // The table has thousands of lines on a busy machine, and members that find no other connect many times a second.
+    let inode = asked(from, to).unwrap_or_else(|_| listed(from, to))?;
+    let socket = format!("socket:[{inode}]");
+    pids.into_iter().find(|pid| {
+        let files = fs::read_dir(format!("/proc/{pid}/fd"));
+        files.is_ok_and(|files| {
+            let mut files = files.flatten();
+            files.any(|file| fs::read_link(file.path()).is_ok_and(|link| link.as_os_str() == socket.as_str()))
+        })
+    })
 }
 
-/// The system's name of the socket at the near end, `socket:[12345]`.
-fn socket_of(from: SocketAddr, to: SocketAddr) -> Option<String> {
+/// The system's number of the socket at the near end, as it answers for that one alone. `None` if there is none.
+///
+/// # Errors
+/// If this system does not answer such questions.
+fn asked(from: SocketAddr, to: SocketAddr) -> io::Result<Option<u32>> {
+    // As <linux/netlink.h> and <linux/inet_diag.h> have them.
+    const SOCK_DIAG_BY_FAMILY: u16 = 20;
+    const NLMSG_ERROR: u16 = 2;
+    const NLM_F_REQUEST: u16 = 1;
+    /// Where an answer has the number.
+    const INODE: usize = 84;
+
+    let (SocketAddr::V4(from), SocketAddr::V4(to)) = (from, to) else {
+        return Err(io::ErrorKind::Unsupported.into());
+    };
+    let mut request = Vec::with_capacity(72);
+    request.extend(72_u32.to_ne_bytes());
+    request.extend(
+        [SOCK_DIAG_BY_FAMILY, NLM_F_REQUEST]
+            .map(u16::to_ne_bytes)
+            .concat(),
+    );
+    // A sequence number, and who asks. Then IPv4, TCP, no extensions, and all states.
+    request.extend([0; 8]);
+    request.extend([2, 6, 0, 0, 0xff, 0xff, 0xff, 0xff]);
+    request.extend([from.port(), to.port()].map(u16::to_be_bytes).concat());
+    for address in [from, to] {
+        request.extend(address.ip().octets());
+        request.extend([0; 12]);
+    }
+    // Any interface, and no cookie.
+    request.extend([0, 0, 0, 0, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff]);
+
+    let socket = socket_with(
+        AddressFamily::NETLINK,
+        SocketType::DGRAM,
+        SocketFlags::CLOEXEC,
+        Some(netlink::SOCK_DIAG),
+    )?;
+    sendto(
+        &socket,
+        &request,
+        SendFlags::empty(),
+        &SocketAddrNetlink::new(0, 0),
+    )?;
+    let mut answer = [0; 512];
+    let (_, length) = recv(&socket, &mut answer, RecvFlags::empty())?;
+    let answer = &answer[..length.min(512)];
+    let word = |at: usize| {
+        let word = answer.get(at..at + 4).and_then(|word| word.try_into().ok());
+        word.ok_or(io::ErrorKind::InvalidData)
+    };
+    let kind = answer.get(4..6).and_then(|kind| kind.try_into().ok());
+    match kind.map(u16::from_ne_bytes) {
+        Some(SOCK_DIAG_BY_FAMILY) => Ok(Some(u32::from_ne_bytes(word(INODE)?))),
+        Some(NLMSG_ERROR) => match io::Error::from_raw_os_error(-i32::from_ne_bytes(word(16)?)) {
+            gone if gone.kind() == io::ErrorKind::NotFound => Ok(None),
+            error => Err(error),
+        },
+        _ => Err(io::ErrorKind::InvalidData.into()),
+    }
+}
+
+/// The same from the table of all connections.
+fn listed(from: SocketAddr, to: SocketAddr) -> Option<u32> {
     let table = fs::read_to_string("/proc/self/net/tcp").ok()?;
     let (from, to) = (written(from)?, written(to)?);
     table.lines().find_map(|line| {
@@ -28,7 +98,7 @@ fn socket_of(from: SocketAddr, to: SocketAddr) -> Option<String> {
             return None;
         }
         // The state, two lengths of queues, a timer, retransmissions, the user, a time-out.
-        Some(format!("socket:[{}]", fields.nth(6)?))
+        fields.nth(6)?.parse().ok()
     })
 }
 
@@ -78,10 +148,16 @@ mod tests {
         let stream = TcpStream::connect(to).unwrap();
         let from = stream.local_addr().unwrap();
         assert_eq!(clients_of(to).unwrap(), [from]);
-        assert!(is_from(std::process::id(), from, to));
-        assert!(!is_from(1, from, to) || std::process::id() == 1);
-        assert!(!is_from(std::process::id(), from, from));
+        let own = std::process::id();
+        assert_eq!(owner([0, own], from, to), Some(own));
+        assert_eq!(owner([0], from, to), None);
+        assert_eq!(owner([own], from, from), None);
+        let inode = listed(from, to);
+        assert!(inode.is_some_and(|inode| inode > 0), "{inode:?}");
+        // Where the system does not tell of one socket, there is the table.
+        assert!(asked(from, to).is_err() || asked(from, to).unwrap() == inode);
+        assert!(asked(from, from).is_err() || asked(from, from).unwrap().is_none());
         drop(stream);
-        assert!(!is_from(std::process::id(), from, to), "it is closed");
+        assert_eq!(owner([own], from, to), None, "it is closed");
     }
 }
