@@ -238,6 +238,13 @@ impl EtcdCluster {
             }
             thread::sleep(Duration::from_millis(100));
         }
+        // One that joins a cluster which has agreed on no version yet takes it for one that it does not go with, and ends.
+        while !other.knows_version().unwrap_or(false) {
+            if Instant::now() >= deadline {
+                return Err(io::Error::other("the members agree on no version"));
+            }
+            thread::sleep(Duration::from_millis(25));
+        }
         lost.set_env("ETCD_INITIAL_CLUSTER_STATE", "existing");
         lost.start()
     }

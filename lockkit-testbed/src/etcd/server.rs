@@ -349,6 +349,18 @@ impl EtcdServer {
         Ok(figures.lines().any(|line| line == "etcd_server_is_leader 1"))
     }
 
+    /// Returns whether its cluster has agreed on a version, as far as it knows. The first leader proposes one, and the next one some
+    /// seconds later if that was lost with it.
+    ///
+    /// # Errors
+    /// If it does not answer within a second.
+    pub(super) fn knows_version(&self) -> io::Result<bool> {
+        let figures = self.get("/metrics", Duration::from_secs(1))?;
+        Ok(figures
+            .lines()
+            .any(|line| line.starts_with("etcd_cluster_version{")))
+    }
+
     /// Returns whether it has a leader and can serve a linearizable read. One whose database is full can.
     ///
     /// # Errors
