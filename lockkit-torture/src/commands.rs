@@ -6,7 +6,7 @@ use std::{
     process::Command,
     sync::{Mutex, PoisonError},
     thread,
-    time::Instant,
+    time::{Duration, Instant},
 };
 
 use clap::Args;
@@ -22,6 +22,9 @@ pub(crate) struct Arguments {
     /// The number of schedules of each target
     #[arg(long, value_name = "N", default_value_t = 100)]
     schedules: u64,
+    /// For how long, each, if all its schedules are not played by then
+    #[arg(long = "for", value_name = "TIME", value_parser = humantime::parse_duration)]
+    time: Option<Duration>,
     /// The seed of the first schedule of each target [default: a random one]; those that follow have the seeds after it
     #[arg(long)]
     seed: Option<u64>,
@@ -74,6 +77,7 @@ pub(crate) fn torture(arguments: &Arguments) -> Fallible<bool> {
             programs: &programs,
             arguments,
             end: seed.saturating_add(arguments.schedules),
+            began: Instant::now(),
             state: Mutex::new(State {
                 next: seed,
                 ..State::default()
@@ -91,6 +95,7 @@ struct Campaign<'a> {
     arguments: &'a Arguments,
     /// The seed behind the last one.
     end: u64,
+    began: Instant,
     state: Mutex<State>,
 }
 
@@ -107,7 +112,6 @@ struct State {
 impl Campaign<'_> {
     /// Returns whether nothing was found, and something was tried.
     fn run(&self) -> bool {
-        let began = Instant::now();
         thread::scope(|scope| {
             for _ in 0..self.arguments.jobs.max(1) {
                 scope.spawn(|| {
@@ -128,7 +132,7 @@ impl Campaign<'_> {
                 state.begun,
                 state.lost,
                 state.failed,
-                began.elapsed()
+                self.began.elapsed()
             );
             state.failed == 0 && state.errors.is_empty() && state.begun > 0
         })
@@ -157,8 +161,12 @@ impl Campaign<'_> {
 
     /// The next seed, as long as there is to be another schedule.
     fn take(&self) -> Option<u64> {
+        let is_over = self
+            .arguments
+            .time
+            .is_some_and(|time| self.began.elapsed() >= time);
         self.with(|state| {
-            let goes_on = state.next < self.end && state.failed < self.arguments.failures;
+            let goes_on = !is_over && state.next < self.end && state.failed < self.arguments.failures;
             state.next += u64::from(goes_on);
             goes_on.then_some(state.next - 1)
         })
