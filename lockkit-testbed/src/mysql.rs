@@ -81,6 +81,7 @@ impl MySql {
                 .arg("--bind-address=127.0.0.1")
                 .arg(format!("--port={}", port.number()))
                 .args(sizes())
+                .arg(log_size(flavour))
                 .args(options);
             if flavour == Flavour::MySql {
                 command.args(["--mysqlx=0", "--secure-file-priv=NULL"]);
@@ -149,6 +150,14 @@ fn sizes() -> [&'static str; 3] {
         "--max-connections=1000",
         "--performance-schema=OFF",
     ]
+}
+
+/// As the template has it: a server that starts with another size writes its log anew, a hundred megabytes of it by default.
+fn log_size(flavour: Flavour) -> &'static str {
+    match flavour {
+        Flavour::MariaDb => "--innodb-log-file-size=16M",
+        Flavour::MySql => "--innodb-redo-log-capacity=16M",
+    }
 }
 
 fn as_whom() -> Option<&'static str> {
@@ -229,10 +238,7 @@ fn initialise(flavour: Flavour, program: &Path, data: &Path) -> io::Result<()> {
     install
         .args(as_whom())
         .arg(option("datadir", data))
-        .arg(match flavour {
-            Flavour::MariaDb => "--innodb-log-file-size=16M",
-            Flavour::MySql => "--innodb-redo-log-capacity=16M",
-        });
+        .arg(log_size(flavour));
     template::printed(&mut install)?;
     // MySQL wants each server to have an id of its own.
     let _ = fs::remove_file(data.join("auto.cnf"));
