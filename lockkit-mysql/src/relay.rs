@@ -70,6 +70,7 @@ pub(crate) enum End {
     /// Another attempt would end in the same way.
     Refused(String),
     /// TLS did not begin, for a reason that may pass.
+    #[cfg(feature = "tls")]
     Interrupted(String),
     Failed(io::Error),
 }
@@ -78,6 +79,7 @@ impl End {
     fn during(self, operation: &'static str) -> Error {
         match self {
             Self::Refused(reason) => Error::permanent(NAME, operation, reason),
+            #[cfg(feature = "tls")]
             Self::Interrupted(reason) => Error::transient(NAME, operation, reason),
             Self::Failed(error) => error::failed(operation, sqlx::Error::Io(error)),
         }
