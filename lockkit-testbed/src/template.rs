@@ -4,12 +4,17 @@ use std::{
     fs, io,
     path::{Path, PathBuf},
     process::Command,
+    sync::{Mutex, PoisonError},
 };
 
 /// The directory `name`, which `make` makes at the path that it is given, unless it is there from an earlier run.
 pub(crate) fn kept(name: &str, make: impl FnOnce(&Path) -> io::Result<()>) -> io::Result<PathBuf> {
+    static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
+
     let home = build_directory().join("testbed");
     let kept = home.join(name);
+    // Tests that begin together would each make it, and all but one in vain.
+    let _one = ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner);
     if kept.is_dir() {
         return Ok(kept);
     }
