@@ -34,6 +34,8 @@ pub struct Fault {
     pub order: Duration,
     /// The time after it has healed for which nobody can expect a grant.
     pub recovery: Duration,
+    /// It came to the deployment when seeds had been recorded: without it, they make the schedules that they made.
+    pub later: bool,
 }
 
 /// Within which time a holder is told of a loss.
@@ -81,6 +83,7 @@ impl Fault {
             restarts: false,
             order: Duration::ZERO,
             recovery: Duration::from_secs(2),
+            later: false,
         }
     }
 
@@ -151,6 +154,13 @@ impl Fault {
     #[must_use]
     pub const fn recovery(mut self, recovery: Duration) -> Self {
         self.recovery = recovery;
+        self
+    }
+
+    /// It came later. In some of the schedules it takes the place of another fault; all else in them is what it was without it.
+    #[must_use]
+    pub const fn later(mut self) -> Self {
+        self.later = true;
         self
     }
 }

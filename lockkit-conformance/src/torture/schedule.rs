@@ -8,6 +8,7 @@ use lockkit_core::{Capabilities, spi::Mode};
 use super::Fault;
 
 mod additions;
+mod storms;
 
 /// Milliseconds.
 pub type Millis = u64;
@@ -227,6 +228,12 @@ pub const KILL: &str = "kill";
 impl Schedule {
     /// The schedule that follows from `seed`: the same for the same seed and shape.
     pub fn generate(seed: u64, shape: &Shape) -> Self {
+        let mut schedule = Self::before_storms(seed, &shape.without_later());
+        Strike::turn_later(&mut schedule.strikes, seed, &shape.faults);
+        schedule
+    }
+
+    fn before_storms(seed: u64, shape: &Shape) -> Self {
         let mut rng = Rng::with_seed(seed);
         let rng = &mut rng;
         let processes = if shape.processes > 1 {

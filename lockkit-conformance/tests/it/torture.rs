@@ -1,6 +1,7 @@
 //! The torture tested: its schedules, its judge, its shrinker.
 
 use std::{
+    collections::BTreeSet,
     io,
     sync::{
         Arc, Mutex,
@@ -39,6 +40,66 @@ fn a_seed_gives_one_schedule_and_its_text_gives_it_back() {
         let read: Schedule = schedule.to_string().parse().unwrap();
         assert_eq!(read, schedule, "seed {seed}");
     }
+}
+
+/// The faults of a deployment that had some later.
+fn with_later() -> Shape {
+    let mut shape = shape();
+    shape.faults = vec![
+        Fault::new("storm").places(4).later(),
+        Fault::new("reset").places(2).of_a_way(),
+        Fault::new("settings").lasting().later(),
+        Fault::new("flush").weight(2),
+        Fault::new("roles").lasting(),
+    ];
+    shape
+}
+
+#[test]
+fn later_faults_leave_a_seed_as_it_was() {
+    let (shape, mut turned) = (with_later(), 0);
+    let mut before = shape.clone();
+    before.faults.retain(|fault| !fault.later);
+    assert_eq!(shape.without_later().faults, before.faults);
+    let lasts = |name: &str| {
+        let mut faults = shape.faults.iter();
+        faults.any(|fault| fault.name == name && fault.lasting)
+    };
+    for seed in 0..150 {
+        let once = Schedule::generate(seed, &before);
+        let mut schedule = Schedule::generate(seed, &shape);
+        for (strike, was) in schedule.strikes.iter_mut().zip(&once.strikes) {
+            assert_eq!(lasts(&strike.fault), lasts(&was.fault), "seed {seed}");
+            if ["storm", "settings"].contains(&strike.fault.as_str()) {
+                turned += 1;
+                strike.fault.clone_from(&was.fault);
+                strike.place = was.place;
+            }
+        }
+        assert_eq!(schedule, once, "seed {seed}");
+    }
+    // And they do befall the deployment.
+    assert!(turned >= 25, "{turned} strikes of later faults");
+}
+
+#[test]
+fn later_faults_meet_others_and_come_alone() {
+    let shape = with_later();
+    let schedules: Vec<_> = (0..200).map(|seed| Schedule::generate(seed, &shape)).collect();
+    let has = |schedule: &Schedule, name: &str| schedule.strikes.iter().any(|strike| strike.fault == name);
+    let meets = |schedule: &&Schedule| has(schedule, "storm") && has(schedule, "reset");
+    let times = schedules.iter().filter(meets).count();
+    assert!(times >= 3, "{times} of 200 schedules have both");
+    let strikes = schedules.iter().flat_map(|schedule| &schedule.strikes);
+    let storms = strikes.filter(|strike| strike.fault == "storm");
+    let places: BTreeSet<_> = storms.map(|strike| strike.place).collect();
+    assert_eq!(places, BTreeSet::from([0, 1, 2, 3]));
+    // Asked for alone, they are drawn as any.
+    let mut alone = shape.clone();
+    alone.faults.retain(|fault| fault.later);
+    let schedules = (0..50).map(|seed| Schedule::generate(seed, &alone));
+    let times = schedules.filter(|schedule| has(schedule, "storm")).count();
+    assert!(times >= 10, "{times} of 50 schedules");
 }
 
 #[test]

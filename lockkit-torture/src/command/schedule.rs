@@ -150,6 +150,13 @@ const SENT: [Signal; 7] = [
 impl Schedule {
     /// Returns the schedule of this seed for `target`.
     pub fn generate(seed: u64, target: &dyn Target) -> Self {
+        let mut schedule = Self::without_later(seed, target);
+        Strike::turn_later(&mut schedule.strikes, seed, &target.faults());
+        schedule
+    }
+
+    /// Returns the schedule of this seed without the faults that came to `target` later.
+    pub fn without_later(seed: u64, target: &dyn Target) -> Self {
         let rng = &mut Rng::with_seed(seed);
         let ttl = ms(any(rng, &[1_500, 2_000, 3_000])).max(target.min_ttl());
         let span = ms(rng.u64(2_500..5_000)) + ttl / 2;
@@ -167,7 +174,8 @@ impl Schedule {
 }
 
 fn strikes(rng: &mut Rng, target: &dyn Target, span: Duration, ttl: Duration) -> Vec<Strike> {
-    let faults = target.faults();
+    let mut faults = target.faults();
+    faults.retain(|fault| !fault.later);
     let weights: u32 = faults.iter().map(|fault| fault.weight).sum();
     if weights == 0 {
         return Vec::new();

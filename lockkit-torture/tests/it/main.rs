@@ -34,13 +34,17 @@ fn launch() -> Launch {
     Launch::this_program(arguments).expect("this program")
 }
 
-/// The epoch of one seed.
-fn torture(name: &str, seed: u64) {
+/// The epoch of one seed, with these faults alone; without any, with those that did not come later.
+fn torture(name: &str, seed: u64, faults: &[&str]) {
     let Some(target) = target(name) else {
         return;
     };
     let mut torture = Torture::new(target).expect("a client").helpers(launch());
-    let schedule = Schedule::generate(seed, &torture.shape());
+    if !faults.is_empty() {
+        let faults: Vec<_> = faults.iter().copied().map(str::to_owned).collect();
+        torture = torture.only(&faults).expect("faults of the target");
+    }
+    let schedule = Schedule::generate(seed, &torture.shape().without_later());
     let verdict = torture.epoch(&schedule).expect("a machine that goes on");
     assert!(
         verdict.findings.is_empty(),
@@ -51,10 +55,10 @@ fn torture(name: &str, seed: u64) {
 }
 
 macro_rules! recorded {
-    ($($name:ident: $target:literal, $seed:literal;)*) => {
+    ($($name:ident: $target:literal, $seed:literal $(, $fault:literal)*;)*) => {
         $(#[test]
         fn $name() {
-            torture($target, $seed);
+            torture($target, $seed, &[$($fault),*]);
         })*
     };
 }
