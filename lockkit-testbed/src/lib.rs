@@ -11,6 +11,7 @@
 //! - [`etcd`]: etcd servers.
 //! - [`Clock`]: a server's wall clock, to set forward and back.
 //! - [`Certificates`]: for servers that speak TLS.
+//! - [`Mounted`]: a file system of limited size.
 //! - [`Proxy`]: a TCP proxy that loses replies, delays, cuts and resets on command.
 //! - [`Rogue`]: a server that answers what no server answers.
 //! - [`Shared`]: a server that the tests of a process share.
@@ -27,6 +28,7 @@ mod clock;
 mod directory;
 pub mod etcd;
 mod lateness;
+mod mounted;
 pub mod mysql;
 mod peer;
 mod port;
@@ -44,6 +46,7 @@ pub mod zookeeper;
 pub use certificates::{Certificates, ServerPair};
 pub use clock::Clock;
 pub use lateness::Lateness;
+pub use mounted::Mounted;
 pub use peer::{Peer, missing_python};
 pub use port::{Port, hangs_up, own_address};
 pub use process::Process;

@@ -13,9 +13,10 @@ use lockkit_core::{
     spi::{Backend, Mode, chain},
 };
 use lockkit_file::{FileBackend, FileConfig};
+use lockkit_testbed::Mounted;
 use tempfile::TempDir;
 
-use crate::fixture::{DIR, Mounted, PATIENCE, ROLE, TRY, claim, files, granted, name, open, permits};
+use crate::fixture::{DIR, PATIENCE, ROLE, TRY, claim, files, granted, name, open, permits};
 
 async fn refusal(dir: impl Into<PathBuf>) -> Error {
     FileBackend::open(FileConfig::new(dir)).await.unwrap_err()
@@ -170,7 +171,7 @@ async fn a_read_only_directory_is_one_clear_error() {
             return;
         };
         open(dir.path()).await;
-        mounted.again("remount,ro");
+        mounted.again("remount,ro").unwrap();
         Some(mounted)
     } else {
         open(dir.path()).await;

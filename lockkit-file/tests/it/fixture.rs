@@ -248,36 +248,6 @@ async fn other_process() {
         .unwrap();
 }
 
-/// A small file system. Mounting it takes the right to.
-pub(crate) struct Mounted(PathBuf);
-
-impl Mounted {
-    pub(crate) fn new(at: &Path, options: &str) -> Option<Self> {
-        let mount = Command::new("mount")
-            .args(["-t", "tmpfs", "-o", options, "none"])
-            .arg(at)
-            .output();
-        mount
-            .is_ok_and(|done| done.status.success())
-            .then(|| Self(at.to_owned()))
-    }
-
-    pub(crate) fn again(&self, options: &str) {
-        let done = Command::new("mount")
-            .args(["-o", options])
-            .arg(&self.0)
-            .status()
-            .unwrap();
-        assert!(done.success());
-    }
-}
-
-impl Drop for Mounted {
-    fn drop(&mut self) {
-        let _ = Command::new("umount").arg("-l").arg(&self.0).status();
-    }
-}
-
 /// Polls a future up to `polls` times; `None` if it is still pending then.
 pub(crate) async fn polled<T>(polls: usize, future: impl Future<Output = T>) -> Option<T> {
     let mut future = pin!(future);

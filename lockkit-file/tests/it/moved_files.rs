@@ -6,10 +6,11 @@ use lockkit_core::{
     Error, LockClient, LossReason,
     spi::{Mode, Renewal},
 };
+use lockkit_testbed::Mounted;
 use tempfile::TempDir;
 
 use crate::fixture::{
-    LIMIT, Mounted, PATIENCE, TRY, claim, files, granted, held_and_waited_for, looks, open, permits, polled,
+    LIMIT, PATIENCE, TRY, claim, files, granted, held_and_waited_for, looks, open, permits, polled,
 };
 
 #[cfg(target_os = "linux")]
