@@ -2,7 +2,7 @@
 
 use std::{
     fs::{self, TryLockError},
-    io,
+    io::{self, Write as _},
     path::{Path, PathBuf},
     time::Duration,
 };
@@ -10,6 +10,7 @@ use std::{
 use async_trait::async_trait;
 use lockkit::{LockClient, MemoryBackend, Result};
 use lockkit_conformance::torture::{Fault, Strike, Target, Told};
+use lockkit_testbed::Mounted;
 use tempfile::TempDir;
 
 /// The memory of this process.
@@ -38,9 +39,12 @@ impl Target for Memory {
     }
 }
 
-/// Files in a directory.
+/// Files in a directory, which is a small file system if this user may mount one.
 #[derive(Debug)]
-pub struct Files(pub TempDir);
+pub struct Files(pub TempDir, Option<Mounted>);
+
+/// Room for the files of an epoch many times over, and soon full.
+const ROOM: &str = "size=16m";
 
 impl Files {
     /// A deployment in a directory of its own.
@@ -48,7 +52,41 @@ impl Files {
     /// # Errors
     /// If it cannot be made.
     pub fn new() -> io::Result<Self> {
-        Ok(Self(TempDir::new()?))
+        let home = TempDir::new()?;
+        let room = Mounted::new(home.path(), ROOM);
+        Ok(Self(home, room))
+    }
+
+    /// The file that takes all the room that there is.
+    fn filler(&self) -> PathBuf {
+        self.0.path().join("filler")
+    }
+
+    /// Takes all the room, to the last byte.
+    fn fill(&self) -> io::Result<()> {
+        let mut filler = fs::File::create(self.filler())?;
+        let mut piece = vec![0; 1 << 20];
+        while !piece.is_empty() {
+            match filler.write(&piece) {
+                Err(error) if error.kind() == io::ErrorKind::StorageFull => piece.truncate(piece.len() / 2),
+                Ok(_) => {}
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(())
+    }
+
+    /// Deletes the directory of the locks, while others write to it.
+    fn delete_directory(&self) -> io::Result<()> {
+        let locks = self.0.path().join("lockkit");
+        for _ in 0..100 {
+            match fs::remove_dir_all(&locks) {
+                Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
+                Err(error) if error.kind() == io::ErrorKind::DirectoryNotEmpty => {}
+                removed => return removed,
+            }
+        }
+        Err(io::Error::other(format!("{} does not go", locks.display())))
     }
 
     /// All files of locks, wherever they are.
@@ -59,11 +97,16 @@ impl Files {
         let mut found = Vec::new();
         let mut directories = vec![self.0.path().to_owned()];
         while let Some(directory) = directories.pop() {
-            for entry in fs::read_dir(directory)? {
+            let entries = match fs::read_dir(directory) {
+                // It was deleted meanwhile.
+                Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
+                entries => entries?,
+            };
+            for entry in entries {
                 let path = entry?.path();
                 if path.is_dir() {
                     directories.push(path);
-                } else {
+                } else if path != self.filler() {
                     found.push(path);
                 }
             }
@@ -85,15 +128,20 @@ impl Target for Files {
 
     fn faults(&self) -> Vec<Fault> {
         let told = Told::AtRenewal(Duration::from_secs(11));
-        vec![
-            Fault::new("delete")
-                .places(4)
-                .excuses_overlap(told)
-                .restarts_tokens(),
-        ]
+        let costs = |name| Fault::new(name).excuses_overlap(told).restarts_tokens();
+        let mut faults = vec![costs("delete").places(4), costs("directory").later()];
+        if self.1.is_some() {
+            faults.push(Fault::new("full").later());
+        }
+        faults
     }
 
     fn strike(&self, strike: &Strike, _: &[String]) -> io::Result<()> {
+        match strike.fault.as_str() {
+            "full" => return self.fill(),
+            "directory" => return self.delete_directory(),
+            _ => {}
+        }
         let files = self.files()?;
         if let Some(file) = files.get(strike.place as usize % files.len().max(1)) {
             match fs::remove_file(file) {
@@ -102,6 +150,17 @@ impl Target for Files {
             }
         }
         Ok(())
+    }
+
+    fn heal(&self, strike: &Strike) -> io::Result<()> {
+        if strike.fault != "full" {
+            return Ok(());
+        }
+        match fs::remove_file(self.filler()) {
+            // Another one has healed before.
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
+            removed => removed,
+        }
     }
 
     /// Files that somebody has locked, and this process's descriptors. Files stay, but those of shared holders.
@@ -133,5 +192,12 @@ impl Target for Files {
             }
         }
         Ok(left)
+    }
+}
+
+impl Drop for Files {
+    fn drop(&mut self) {
+        // Before its directory, which cannot be removed under it.
+        self.1.take();
     }
 }

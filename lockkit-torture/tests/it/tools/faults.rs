@@ -749,6 +749,21 @@ fn of_files_happen() {
     assert_eq!(it.files().expect("its files"), [it.0.path().join("a")]);
     it.strike(&strike("delete", 3), &[]).expect("a strike");
     assert!(it.files().expect("its files").is_empty(), "places begin again");
+
+    let locks = it.0.path().join("lockkit");
+    fs::create_dir(&locks).expect("a directory");
+    fs::write(locks.join("a"), "").expect("a file");
+    it.strike(&strike("directory", 0), &[]).expect("a strike");
+    assert!(!locks.exists(), "it was deleted");
+
+    let full = strike("full", 0);
+    if it.faults().iter().any(|fault| fault.name == full.fault) {
+        let write = || fs::write(it.0.path().join("c"), "one more").map_err(|error| error.kind());
+        it.strike(&full, &[]).expect("a strike");
+        assert_eq!(write(), Err(io::ErrorKind::StorageFull));
+        it.heal(&full).expect("healed");
+        assert_eq!(write(), Ok(()));
+    }
 }
 
 /// A connection to a Redis server.
