@@ -32,6 +32,13 @@ impl Blow<'_> {
         self.strike.place as usize
     }
 
+    /// Resets the connections of all ways.
+    pub fn reset_all(self) {
+        for way in self.ways {
+            way.reset();
+        }
+    }
+
     /// By how much a clock is set, which is bearable.
     pub fn step(self) -> Duration {
         Duration::from_millis(self.strike.lasts.min(10_000))

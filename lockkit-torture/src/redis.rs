@@ -141,6 +141,20 @@ impl Servers for Redis {
             Harm::<Self>::new(fault("scripts"), |it, _| {
                 it.server.cli(&["SCRIPT", "FLUSH"]).map(drop)
             }),
+            // Nothing new is locked, and connections are made anew meanwhile.
+            Harm::<Self>::new(fault("memory").later(), |it, blow| {
+                it.server.cli(&["CONFIG", "SET", "maxmemory", "1"])?;
+                blow.reset_all();
+                Ok(())
+            })
+            .healed(|it, _| it.server.cli(&["CONFIG", "SET", "maxmemory", "0"]).map(drop)),
+            // Nothing at all is written.
+            Harm::<Self>::new(fault("disk").later(), |it, blow| {
+                it.server.fail_snapshots()?;
+                blow.reset_all();
+                Ok(())
+            })
+            .healed(|it, _| it.server.mend_snapshots()),
             Harm::<Self>::new(costs("empty").restarts_tokens(), |it, _| {
                 it.server.cli(&["FLUSHALL"]).map(drop)
             }),

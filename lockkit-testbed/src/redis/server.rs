@@ -366,7 +366,7 @@ impl RedisServer {
         self.stop()?;
         self.start()?;
         // It would come back after a crash otherwise, as what it has long ceased to be.
-        match fs::remove_file(self.process.directory().join(DATA).join("dump.rdb")) {
+        match fs::remove_file(self.snapshot()) {
             // A replica does so itself.
             Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
             removed => removed,
@@ -384,6 +384,39 @@ impl RedisServer {
         fs::remove_dir_all(&data)?;
         fs::create_dir(&data)?;
         self.start()
+    }
+
+    /// Has its snapshots fail as on a full disk. From then on it refuses to write (`MISCONF`).
+    ///
+    /// # Errors
+    /// If it does not answer, or goes on to write.
+    pub fn fail_snapshots(&self) -> io::Result<()> {
+        // Where the file is to be, there is a directory.
+        match fs::create_dir(self.snapshot()) {
+            Err(error) if error.kind() != io::ErrorKind::AlreadyExists => return Err(error),
+            _ => {}
+        }
+        self.cli(&["CONFIG", "SET", "save", "3600 1"])?;
+        self.cli(&["BGSAVE"])?;
+        self.process.wait_ready(START_UP, || {
+            match self.info("persistence")?.get("rdb_last_bgsave_status") {
+                Some(status) if status == "err" => Ok(()),
+                other => Err(io::Error::other(format!("its last snapshot is {other:?}"))),
+            }
+        })
+    }
+
+    /// Undoes [`fail_snapshots`](Self::fail_snapshots): it writes again, and makes no snapshots.
+    ///
+    /// # Errors
+    /// If it does not answer.
+    pub fn mend_snapshots(&self) -> io::Result<()> {
+        self.cli(&["CONFIG", "SET", "save", ""])?;
+        fs::remove_dir(self.snapshot())
+    }
+
+    fn snapshot(&self) -> PathBuf {
+        self.process.directory().join(DATA).join("dump.rdb")
     }
 
     /// The fields of one section of `INFO`.

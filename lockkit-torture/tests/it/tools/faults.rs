@@ -132,6 +132,12 @@ fn plant(server: &RedisServer) {
     }
 }
 
+/// Says this to whoever writes.
+fn refuses(server: &RedisServer, says: &str) -> bool {
+    let said = server.cli(&["SET", "written", "1"]);
+    said.unwrap_or_else(|error| error.to_string()).contains(says)
+}
+
 /// No keys, and not those of before either.
 fn is_empty(server: &RedisServer) -> bool {
     server
@@ -200,6 +206,18 @@ fn redis(program: std::ffi::OsString) {
                 always,
             ),
             ("scripts", 0, |it, _| has_no_scripts(&it.server), always),
+            (
+                "memory",
+                0,
+                |it, before| refuses(&it.server, "OOM") && is_one_gone(before, subscribers(&it.server)),
+                |it, _| refuses(&it.server, "OK"),
+            ),
+            (
+                "disk",
+                0,
+                |it, before| refuses(&it.server, "MISCONF") && is_one_gone(before, subscribers(&it.server)),
+                |it, _| refuses(&it.server, "OK"),
+            ),
             ("empty", 0, |it, _| is_empty(&it.server), always),
             (
                 "restart-empty",
