@@ -63,7 +63,7 @@ impl MySql {
         let mut copied = Ok(());
         let process = Process::new("mysql", |directory| {
             let data = directory.join("data");
-            let init = directory.join("init.sql");
+            let init = directory.join(AT_START);
             // Of its own, since a server that starts removes what others have left, or so it takes it.
             let temporary = directory.join("tmp");
             copied = template::copy(Command::new("cp"), &template, &data)
@@ -106,6 +106,15 @@ impl MySql {
         self.process.wait_ready(START_UP, || greets(self.addr()))
     }
 
+    /// Has it run these statements at each start from the next one on, before anybody can connect.
+    ///
+    /// # Errors
+    /// If they cannot be written.
+    pub fn at_start(&self, statements: &[&str]) -> io::Result<()> {
+        let statements: String = statements.iter().map(|one| format!("{one};\n")).collect();
+        fs::write(self.process.directory().join(AT_START), setup() + &statements)
+    }
+
     /// Its process, to be paused or killed.
     pub fn process(&self) -> &Process {
         &self.process
@@ -131,6 +140,9 @@ impl MySql {
         )
     }
 }
+
+/// The file of what it runs at each start.
+const AT_START: &str = "init.sql";
 
 /// Run at each start, before anybody can connect.
 fn setup() -> String {

@@ -16,7 +16,7 @@ use sqlx::{
     mysql::{MySqlConnectOptions, MySqlSslMode},
 };
 
-use crate::deployment::{Harm, Servers};
+use crate::deployment::{Blow, Harm, Servers};
 
 /// A primary, and what takes its place.
 #[derive(Debug)]
@@ -25,11 +25,17 @@ pub struct Database {
     pub primary: MySql,
     /// The server that becomes the primary in a planned change of roles.
     pub successor: MySql,
+    flavour: Flavour,
     lease: bool,
     clock: Clock,
     /// The successor's.
     _ahead: Clock,
 }
+
+/// A step of a clock that no lease bears.
+const HOUR: Duration = Duration::from_hours(1);
+/// Past all that the primary's clock is set forward in a run.
+const AHEAD: Duration = Duration::from_hours(10_000);
 
 const AT_RENEWAL: Told = Told::AtRenewal(Duration::from_secs(3));
 
@@ -43,7 +49,7 @@ impl Database {
         let primary = MySql::start_by(Some(&clock), flavour, &[])?;
         // Past whatever the primary's counters may have run ahead of its own clock.
         let ahead = Clock::new()?;
-        ahead.forward(Duration::from_hours(1))?;
+        ahead.forward(AHEAD)?;
         let successor = MySql::start_by(Some(&ahead), flavour, &[])?;
         // As a replica would have them.
         let mode = if lease { Mode::Lease } else { Mode::ForUpdate };
@@ -51,12 +57,62 @@ impl Database {
         Ok(Self {
             primary,
             successor,
+            flavour,
             lease,
             clock,
             _ahead: ahead,
         })
     }
 }
+
+impl Database {
+    /// Kills the primary, and has it come back with these statements run before anybody can connect.
+    fn restart_with(&self, statements: &[&str]) -> io::Result<()> {
+        self.primary.process().kill()?;
+        self.primary.at_start(statements)?;
+        self.primary.start_again()
+    }
+
+    /// The settings of all sessions of a server that serves others as well.
+    fn settings(&self, place: usize) -> Vec<&'static str> {
+        if place == 0 {
+            return vec!["SET GLOBAL TRANSACTION ISOLATION LEVEL SERIALIZABLE"];
+        }
+        let mut settings = vec![
+            "SET GLOBAL innodb_lock_wait_timeout=1",
+            "SET GLOBAL lock_wait_timeout=1",
+            "SET GLOBAL wait_timeout=2",
+            "SET GLOBAL interactive_timeout=2",
+        ];
+        settings.extend(match self.flavour {
+            Flavour::MariaDb => &[
+                "SET GLOBAL max_statement_time=0.5",
+                "SET GLOBAL idle_transaction_timeout=1",
+            ][..],
+            Flavour::MySql => &["SET GLOBAL max_execution_time=500"],
+        });
+        settings
+    }
+
+    /// Has new sessions begin with this, and all sessions begin anew.
+    fn begin_with(&self, setting: &str, blow: Blow<'_>) -> io::Result<()> {
+        let setting = setting.replace('\'', "''");
+        run(
+            self.primary.addr(),
+            &format!("SET GLOBAL init_connect='{setting}'"),
+        )?;
+        blow.reset_all();
+        Ok(())
+    }
+}
+
+/// What an operator may have all sessions begin with: each is bad for who counts on the opposite.
+const HOSTILE: [&str; 4] = [
+    "SET timestamp=1000000000, sql_select_limit=0, autocommit=0",
+    "SET sql_mode='ANSI,PAD_CHAR_TO_FULL_LENGTH,NO_BACKSLASH_ESCAPES,NO_UNSIGNED_SUBTRACTION', completion_type='RELEASE'",
+    "SET innodb_lock_wait_timeout=1, lock_wait_timeout=1, wait_timeout=1, sql_safe_updates=1",
+    "SET time_zone='+05:45', sql_big_selects=0, max_join_size=1, character_set_connection='latin1', autocommit=0",
+];
 
 /// Has the master account run something, and answers with the rows as text.
 ///
@@ -171,6 +227,8 @@ impl Servers for Database {
     fn harms(&self) -> Vec<Harm<Self>> {
         let fault = |name| Fault::new(name).recovery(Self::RECOVERY);
         let mut restart = fault("restart");
+        let mut settings = fault("settings").places(2).weight(2).later();
+        let mut hostile = fault("hostile").places(4).weight(2).later();
         let mut session = fault("session").places(8).weight(3);
         // It counts silence by another clock.
         let mut clock = fault("clock");
@@ -183,10 +241,13 @@ impl Servers for Database {
                 .excuses_overlap(AT_RENEWAL)
                 .recovery(Duration::from_secs(20));
         } else {
-            restart = restart.excuses_overlap(Told::Within(Duration::from_secs(3)));
+            let at_once = Told::Within(Duration::from_secs(3));
+            restart = restart.excuses_overlap(at_once);
+            settings = settings.excuses_overlap(at_once);
+            hostile = hostile.excuses_overlap(at_once);
             session = session.excuses_overlap(AT_RENEWAL);
         }
-        vec![
+        let mut harms = vec![
             Harm::<Self>::new(fault("pause"), |it, _| it.primary.process().pause())
                 .healed(|it, _| it.primary.process().resume()),
             Harm::<Self>::new(restart, |it, _| it.primary.process().kill().map(drop))
@@ -218,8 +279,31 @@ impl Servers for Database {
                 0 => it.clock.forward(blow.step()),
                 _ => it.clock.back(blow.step()),
             })
-            .healed(|it, _| it.clock.reset()),
-        ]
+            .healed(|it, blow| match blow.place() {
+                0 => it.clock.back(blow.step()),
+                _ => it.clock.forward(blow.step()),
+            }),
+            Harm::<Self>::new(settings, |it, blow| it.restart_with(&it.settings(blow.place())))
+                .healed(|it, _| it.restart_with(&[])),
+            Harm::<Self>::new(hostile, |it, blow| it.begin_with(HOSTILE[blow.place()], blow))
+                .healed(|it, blow| it.begin_with("", blow)),
+        ];
+        if self.lease {
+            // Forward it stays: set back again, it would keep the leases of the dead for an hour. Back it is set right.
+            let hour = fault("hour").places(2).later().excuses_overlap(AT_RENEWAL);
+            let hour = hour.recovery(Duration::from_secs(20));
+            let strike = |it: &Self, blow: Blow<'_>| match blow.place() {
+                0 => it.clock.forward(HOUR),
+                _ => it.clock.back(HOUR),
+            };
+            harms.push(
+                Harm::<Self>::new(hour, strike).healed(|it, blow| match blow.place() {
+                    0 => Ok(()),
+                    _ => it.clock.forward(HOUR),
+                }),
+            );
+        }
+        harms
     }
 
     fn left(&self) -> io::Result<Vec<String>> {

@@ -378,9 +378,24 @@ fn mysql_ahead(server: &MySql) -> f64 {
     ahead(&asked(server.addr(), "UNIX_TIMESTAMP(NOW(6))"))
 }
 
+/// The time in seconds after which a session gives up a row.
+fn locks_wait_for(it: &Database) -> String {
+    asked(it.primary.addr(), "@@global.innodb_lock_wait_timeout")
+}
+
+fn isolates(it: &Database, level: &str) -> bool {
+    // The name that one flavour has, and the one that both have had.
+    let said = run(
+        it.primary.addr(),
+        "SHOW GLOBAL VARIABLES WHERE Variable_name IN ('transaction_isolation', 'tx_isolation')",
+    );
+    said.is_ok_and(|rows| rows.iter().any(|row| row[1] == level))
+}
+
 fn database(flavour: Flavour, lease: bool) {
     let it = Deployment::of(Database::start(flavour, lease).expect("servers")).expect("ways");
     let is_right: Shows<Database> = |it, _| mysql_ahead(&it.primary).abs() < 0.5;
+    let is_default: Shows<Database> = |it, _| locks_wait_for(it) == "50" && isolates(it, "REPEATABLE-READ");
     let mut table = Table::<Database> {
         look: |it| {
             until("its clients", || {
@@ -414,12 +429,47 @@ fn database(flavour: Flavour, lease: bool) {
                 |it, _| is_read_only(it) == Some(false),
             ),
             ("clock", 0, |it, _| mysql_ahead(&it.primary) > 1.0, is_right),
+            (
+                "settings",
+                0,
+                |it, _| locks_wait_for(it) == "50" && isolates(it, "SERIALIZABLE"),
+                is_default,
+            ),
+            (
+                "settings",
+                1,
+                |it, _| locks_wait_for(it) == "1" && isolates(it, "REPEATABLE-READ"),
+                is_default,
+            ),
+            (
+                "hostile",
+                2,
+                |it, before| {
+                    let begins_with = asked(it.primary.addr(), "@@global.init_connect");
+                    begins_with.contains("sql_safe_updates") && is_one_gone(before, sessions(&it.primary))
+                },
+                |it, _| asked(it.primary.addr(), "@@global.init_connect").is_empty(),
+            ),
         ],
     };
     if lease {
-        table
-            .rows
-            .push(("clock", 1, |it, _| mysql_ahead(&it.primary) < -1.0, is_right));
+        let is_ahead: Shows<Database> = |it, _| (mysql_ahead(&it.primary) - 3_600.0).abs() < 0.5;
+        table.rows.extend([
+            (
+                "clock",
+                1,
+                |it: &Database, _: &[String]| mysql_ahead(&it.primary) < -1.0,
+                is_right,
+            ),
+            (
+                "hour",
+                1,
+                |it, _| (mysql_ahead(&it.primary) + 3_600.0).abs() < 0.5,
+                is_right,
+            ),
+            // The last: it stays so.
+            ("hour", 0, is_ahead, is_ahead),
+        ] as [(_, _, Shows<Database>, Shows<Database>); 3]);
     }
     table.try_all(&it);
 
