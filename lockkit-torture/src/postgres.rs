@@ -25,6 +25,17 @@ pub struct Database {
 /// A session that ends frees its locks at once, and its client is told as soon as it looks at the connection.
 const AT_ONCE: Told = Told::Within(Duration::from_secs(2));
 
+/// What an operator may have all sessions begin with.
+const HOSTILE: [&str; 7] = [
+    "statement_timeout=300",
+    "lock_timeout=300",
+    "idle_session_timeout=300",
+    "idle_in_transaction_session_timeout=300",
+    "default_transaction_isolation='serializable'",
+    "default_transaction_deferrable=on",
+    "search_path='elsewhere'",
+];
+
 impl Database {
     /// Starts both.
     ///
@@ -149,6 +160,19 @@ impl Servers for Database {
                 }
                 *standby = PgServer::builder().standby_of(&it.primary)?;
                 Ok(())
+            }),
+            // It comes back, and all sessions of the role begin with settings that are bad for them.
+            Harm::<Self>::new(costs("settings").later(), |it, _| {
+                let role = PgServer::USER;
+                for setting in HOSTILE {
+                    it.primary.sql(&format!("ALTER ROLE {role} SET {setting}"))?;
+                }
+                it.primary.kill()?;
+                it.primary.start()
+            })
+            .healed(|it, _| {
+                let role = PgServer::USER;
+                it.primary.sql(&format!("ALTER ROLE {role} RESET ALL")).map(drop)
             }),
             // It counts silence by its time of day, and sets the next alarm when the one before is over.
             Harm::<Self>::new(

@@ -555,6 +555,27 @@ fn of_postgres_happen_and_heal() {
                         && pg_says(&it.standby(), "pg_is_in_recovery()", "t")
                 },
             ),
+            (
+                "settings",
+                0,
+                |it, before| {
+                    let settings = format!(
+                        "(SELECT rolconfig FROM pg_roles WHERE rolname='{}')",
+                        PgServer::USER
+                    );
+                    let said = it.primary.sql(&format!("SELECT {settings}"));
+                    said.is_ok_and(|said| said.contains("lock_timeout=300"))
+                        && are_all_gone(before, postgres::sessions(&it.primary))
+                },
+                |it, _| {
+                    let user = PgServer::USER;
+                    pg_says(
+                        &it.primary,
+                        &format!("rolconfig IS NULL FROM pg_roles WHERE rolname='{user}'"),
+                        "t",
+                    )
+                },
+            ),
             ("clock", 0, |it, _| pg_ahead(&it.primary) > 1.0, is_right),
             ("clock", 1, |it, _| pg_ahead(&it.primary) < -1.0, is_right),
         ],
