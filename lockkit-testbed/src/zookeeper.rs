@@ -22,7 +22,7 @@ mod journal;
 mod server;
 mod wire;
 
-pub use ensemble::ZkEnsemble;
+pub use ensemble::{OneWay, ZkEnsemble};
 pub use server::{ZkBuilder, ZkServer};
 
 const JAVA: &str = "java";

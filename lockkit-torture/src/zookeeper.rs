@@ -3,12 +3,14 @@
 use std::{io, net::SocketAddr, time::Duration};
 
 use lockkit_conformance::torture::{Fault, Told};
-use lockkit_testbed::zookeeper::{ZkEnsemble, ZkServer};
+use lockkit_testbed::zookeeper::{OneWay, ZkEnsemble, ZkServer};
 
 use crate::deployment::{Blow, Harm, Servers};
 
 /// Long enough for a lease that is worth something, and short enough to be waited for.
 const SESSION: Duration = Duration::from_secs(6);
+/// The longest session that servers grant, in ms.
+const MAX_SESSION: u32 = 60_000;
 /// The time by which the end of a session by an operator is told.
 const TOLD: Told = Told::Within(Duration::from_secs(3));
 
@@ -77,10 +79,13 @@ impl Single {
         Ok(Self { server, nodes })
     }
 
-    fn restart_granting(&self, milliseconds: u32) -> io::Result<()> {
+    /// Has it come back with other settings.
+    fn restart_with(&self, max_session: u32, tick: Duration) -> io::Result<()> {
         self.server.kill()?;
         self.server
-            .reconfigure(&format!("maxSessionTimeout={milliseconds}"))?;
+            .reconfigure(&format!("maxSessionTimeout={max_session}"))?;
+        self.server
+            .reconfigure(&format!("tickTime={}", tick.as_millis()))?;
         self.server.start()
     }
 }
@@ -113,9 +118,18 @@ impl Servers for Single {
             Harm::<Self>::new(fault("restart"), |it, _| it.server.kill()).healed(|it, _| it.server.start()),
             // It comes back, and grants sessions of two seconds at most.
             Harm::<Self>::new(fault("settings").lasting().weight(4), |it, _| {
-                it.restart_granting(2_000)
+                it.restart_with(2_000, ZkServer::TICK)
             })
-            .healed(|it, _| it.restart_granting(60_000)),
+            .healed(|it, _| it.restart_with(MAX_SESSION, ZkServer::TICK)),
+            // It comes back, and counts sessions by shorter or longer ticks.
+            Harm::<Self>::new(fault("ticks").places(2).lasting().later(), |it, blow| {
+                let tick = match blow.place() {
+                    0 => ZkServer::TICK * 2 / 5,
+                    _ => ZkServer::TICK * 5,
+                };
+                it.restart_with(MAX_SESSION, tick)
+            })
+            .healed(|it, _| it.restart_with(MAX_SESSION, ZkServer::TICK)),
             Harm::<Self>::new(session(Self::RECOVERY), |it, blow| end_session(&it.server, blow)),
         ]
     }
@@ -164,6 +178,17 @@ impl Servers for Ensemble {
                 .healed(|it, blow| it.member(blow).start()),
             Harm::<Self>::new(fault("isolate").weight(3), |it, blow| {
                 it.0.cut(blow.place());
+                Ok(())
+            })
+            .healed(|it, _| it.0.mend()),
+            // In one direction alone.
+            Harm::<Self>::new(fault("one-way").places(6).later(), |it, blow| {
+                let way = if blow.place() < 3 {
+                    OneWay::Mute
+                } else {
+                    OneWay::Deaf
+                };
+                it.0.cut_one_way(blow.place() % 3, way);
                 Ok(())
             })
             .healed(|it, _| it.0.mend()),

@@ -10,6 +10,18 @@ use super::{ZkBuilder, ZkServer};
 use crate::process::START_UP;
 use crate::{Mode, Port, Proxy};
 
+/// Long enough for whatever is late by it to be lost.
+const NEVER: Duration = Duration::from_secs(3_600);
+
+/// The direction in which a member is cut off.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum OneWay {
+    /// Nobody hears it.
+    Mute,
+    /// It hears nobody.
+    Deaf,
+}
+
 /// The number of members.
 const SIZE: usize = 3;
 
@@ -152,12 +164,25 @@ impl ZkEnsemble {
     /// Cuts a member off from all others, leader or follower, without a word to either side. It still serves its
     /// clients, for as long as it believes in its leader or its followers.
     pub fn cut(&self, member: usize) {
-        for link in self.links_of(member) {
+        for (_, link) in self.links_of(member) {
             link.set(Mode::Blackhole);
         }
     }
 
-    /// Undoes [`cut`](Self::cut) for all members, and waits until all of them serve clients again.
+    /// Cuts a member off from all others in one direction: they do not hear it, or it does not hear them. Connections stand.
+    pub fn cut_one_way(&self, member: usize, cut: OneWay) {
+        for (from, link) in self.links_of(member) {
+            // Who has connected sends what the proxy takes for requests.
+            let (requests, replies) = if (from == member) == (cut == OneWay::Mute) {
+                (NEVER, Duration::ZERO)
+            } else {
+                (Duration::ZERO, NEVER)
+            };
+            link.set(Mode::Delay { requests, replies });
+        }
+    }
+
+    /// Undoes [`cut`](Self::cut) and [`cut_one_way`](Self::cut_one_way) for all members, and waits until all of them serve clients again.
     ///
     /// # Errors
     /// If that takes more than a minute.
@@ -190,11 +215,12 @@ impl ZkEnsemble {
         self.mend()
     }
 
-    fn links_of(&self, member: usize) -> impl Iterator<Item = &Proxy> {
+    /// The ways from and to a member, each with the member that connects.
+    fn links_of(&self, member: usize) -> impl Iterator<Item = (usize, &Proxy)> {
         self.links
             .iter()
             .filter(move |((from, to), _)| [from, to].contains(&&member))
-            .flat_map(|(_, link)| link.proxies())
+            .flat_map(|((from, _), link)| link.proxies().map(|proxy| (*from, proxy)))
     }
 }
 

@@ -632,8 +632,20 @@ fn of_zookeeper_happen_and_heal() {
             (
                 "settings",
                 0,
-                |it, _| grants_at_most(it, "2000"),
-                |it, _| grants_at_most(it, "60000"),
+                |it, _| grants_at_most(it, "2000") && ticks(it, "100"),
+                |it, _| grants_at_most(it, "60000") && ticks(it, "100"),
+            ),
+            (
+                "ticks",
+                0,
+                |it, _| grants_at_most(it, "60000") && ticks(it, "40"),
+                |it, _| grants_at_most(it, "60000") && ticks(it, "100"),
+            ),
+            (
+                "ticks",
+                1,
+                |it, _| grants_at_most(it, "60000") && ticks(it, "500"),
+                |it, _| grants_at_most(it, "60000") && ticks(it, "100"),
             ),
             (
                 "session",
@@ -647,11 +659,16 @@ fn of_zookeeper_happen_and_heal() {
 }
 
 fn grants_at_most(it: &Single, most: &str) -> bool {
+    has_setting(it, &format!("maxSessionTimeout={most}"))
+}
+
+fn ticks(it: &Single, milliseconds: &str) -> bool {
+    has_setting(it, &format!("tickTime={milliseconds}"))
+}
+
+fn has_setting(it: &Single, setting: &str) -> bool {
     let settings = it.server.word("conf");
-    settings.is_ok_and(|said| {
-        said.lines()
-            .any(|line| line == format!("maxSessionTimeout={most}"))
-    })
+    settings.is_ok_and(|said| said.lines().any(|line| line == setting))
 }
 
 /// Its data are what they were.
@@ -703,6 +720,9 @@ fn of_the_ensemble_happen_at_one_member_and_heal() {
                 |it, _| it.0.member(1).pid().is_some() && !serves(it, 1) && others_serve(it),
                 undone,
             ),
+            // Whoever hears nothing, or is not heard, has no leader in the end.
+            ("one-way", 1, |it, _| !serves(it, 1) && others_serve(it), undone),
+            ("one-way", 4, |it, _| !serves(it, 1) && others_serve(it), undone),
             (
                 "session",
                 1,
