@@ -363,11 +363,14 @@ async fn meet_fate(stage: Arc<Stage>, seat: Arc<Seat>) {
                 stage.connect(seat.plan, Handle::current()),
             )
             .await;
+            let mut has_none = true;
             if let Ok(Ok(new)) = connected {
                 *seat.client.lock().unwrap_or_else(PoisonError::into_inner) = new;
+                has_none = false;
             }
             seat.close(&stage, &client).await;
-            seat.gone.store(false, Ordering::SeqCst);
+            // Where none can be had, it goes on with one that is closed.
+            seat.gone.store(has_none, Ordering::SeqCst);
         }
     }
 }
