@@ -7,6 +7,7 @@ use std::{
     time::Duration,
 };
 
+use lockkit::LockClient;
 use lockkit_conformance::torture::{Fault, Told};
 use lockkit_testbed::{Clock, postgres::PgServer};
 
@@ -115,6 +116,12 @@ impl Servers for Database {
             "silence" => fault.excuses_overlap(Told::AtLeaseEnd(Duration::from_secs(1))),
             _ => fault,
         }
+    }
+
+    /// A waiting statement has no limit of the server's, and its connection stands while its process is stopped. So a writer that waits
+    /// among readers keeps new ones out until it goes on: for no longer than an epoch.
+    fn dead_waiter_bound(&self, client: &LockClient, ttl: Duration) -> Duration {
+        client.dead_holder_bound(ttl).max(Duration::from_secs(50))
     }
 
     fn harms(&self) -> Vec<Harm<Self>> {
