@@ -69,11 +69,14 @@ recorded! {
     memory_again: "memory", 15;
     file: "file", 491_267_397;
     files_that_go_beside_processes_that_stop: "file", 24;
+    files_on_a_full_disk: "file", 1, "directory", "full";
     redis_without_its_keys: "redis", 5;
     redis_empty_after_a_restart: "redis", 46;
     valkey_without_its_keys: "valkey", 19;
     sentinels_that_fail_over: "redis-sentinel", 675;
     sentinels_whose_master_stands_still: "redis-sentinel", 1975;
+    redis_whose_memory_is_full: "redis", 2, "memory";
+    redis_whose_disk_is_full: "redis", 2, "disk";
     redlock_of_masters_that_forget: "redlock", 24;
     redlock_of_masters_that_are_emptied: "redlock", 25;
     redlock_of_three_whose_requests_stand: "redlock3", 19;
@@ -89,6 +92,7 @@ recorded! {
     mysql_leases_at_a_successor: "mysql-lease", 7;
     postgres_at_its_standby: "postgres", 46;
     postgres_by_another_clock: "postgres", 5;
+    postgres_whose_role_has_settings: "postgres", 1, "settings";
     etcd_that_restarts: "etcd", 24;
     etcd_without_its_leases: "etcd", 25;
     cluster_in_pieces: "etcd3", 24;
