@@ -2,7 +2,8 @@
 //!
 //! A [`LockClient`] brings its own runtime: one background thread, which renews leases and releases what was dropped.
 //! All locks and guards of one client share it. Once the last client, lock and guard is gone, the runtime finishes the
-//! releases that are under way and ends.
+//! releases that are under way, each of which ends with the lease of its hold at the latest. Then it closes the connections, for which
+//! a server has five seconds, and ends.
 //!
 //! ```
 //! use lockkit_core::{MemoryBackend, blocking::LockClient};
@@ -73,10 +74,6 @@ use crate::{
     ListedLock, LockId, LockName, LockState, LossReason, Result, Revocation, RunError,
     spi::{Backend, BackendInfo, Mode},
 };
-
-/// The most time for which the runtime outlives its last handle, to finish the releases that are under way. Each of them ends by itself, at the
-/// latest when the lease of its hold is over.
-const DRAIN: Duration = AcquireOptions::MAX_DURATION;
 
 /// A blocking client of one lock server. Clone it freely: clones share the connection, the local queues and the
 /// background thread.
@@ -667,7 +664,6 @@ impl fmt::Debug for LockGuard {
     }
 }
 
-/// The runtime and the client that all handles share. Dropped with the last of them.
 /// The locks and semaphores that somebody holds; the blocking [`LockList`](crate::LockList). It ends after an error.
 #[must_use = "it asks for nothing until it is iterated over"]
 pub struct LockList {
@@ -696,6 +692,7 @@ impl fmt::Debug for LockList {
     }
 }
 
+/// The runtime and the client that all handles share. Dropped with the last of them.
 struct Host {
     runtime: OwnRuntime,
     client: crate::LockClient,
@@ -717,15 +714,19 @@ impl Drop for Host {
             return;
         };
         handle.spawn(async move {
-            if let Err(err) = client.close(DRAIN).await {
-                tracing::warn!(
-                    error = crate::spi::chain(&err),
-                    "the last handle of a blocking client is gone, but not all is released"
-                );
-            }
-            drop(client);
+            wind_up(client).await;
             drop(runtime);
         });
+    }
+}
+
+/// Finishes all releases of a client whose last handle is gone, and closes it.
+async fn wind_up(client: crate::LockClient) {
+    if let Err(err) = client.close_after_all().await {
+        tracing::warn!(
+            error = crate::spi::chain(&err),
+            "the last handle of a blocking client is gone, but not all is released or closed"
+        );
     }
 }
 
@@ -746,5 +747,70 @@ impl Drop for OwnRuntime {
         if let Some(runtime) = self.0.take() {
             runtime.shutdown_background();
         }
+    }
+}
+
+#[cfg(all(test, not(lockkit_loom)))]
+mod tests {
+    use async_trait::async_trait;
+
+    use super::*;
+    use crate::{
+        LockKind, MemoryBackend,
+        memory::FaultPoint,
+        spi::{Claim, ClaimRequest},
+    };
+
+    const SECOND: Duration = Duration::from_secs(1);
+
+    #[tokio::test(start_paused = true)]
+    async fn the_last_handle_waits_as_long_as_a_release_takes() {
+        let backend = MemoryBackend::new();
+        let client = crate::LockClient::new(backend.clone());
+        let lasting = AcquireOptions::new().ttl(600 * SECOND);
+        let lock = client.lock("a").unwrap().with_options(lasting);
+        let guard = lock.acquire().await.unwrap();
+        backend.fail_next(FaultPoint::Release, u32::MAX);
+        drop((guard, lock));
+        let winding_up = tokio::spawn(wind_up(client));
+        tokio::time::sleep(400 * SECOND).await;
+        assert!(!winding_up.is_finished(), "it gave up before the lease was over");
+        backend.fail_next(FaultPoint::Release, 0);
+        winding_up.await.unwrap();
+        let observer = crate::LockClient::new(backend);
+        assert!(observer.inspect("a").await.unwrap().is_free());
+    }
+
+    /// A backend whose connections do not end.
+    #[derive(Debug)]
+    struct Clinging(MemoryBackend);
+
+    #[async_trait]
+    impl Backend for Clinging {
+        fn info(&self) -> BackendInfo {
+            self.0.info()
+        }
+
+        async fn claim(&self, request: &ClaimRequest) -> Result<Box<dyn Claim>> {
+            self.0.claim(request).await
+        }
+
+        async fn inspect(&self, name: &LockName, kind: LockKind) -> Result<LockState> {
+            self.0.inspect(name, kind).await
+        }
+
+        async fn close(&self) -> Result<()> {
+            std::future::pending().await
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_close_that_never_ends_keeps_no_thread() {
+        let client = crate::LockClient::new(Clinging(MemoryBackend::new()));
+        drop(client.lock("a").unwrap().acquire().await.unwrap());
+        let began = Instant::now();
+        let wound_up = tokio::time::timeout(3_600 * SECOND, wind_up(client)).await;
+        assert!(wound_up.is_ok(), "it waits for the backend for an hour and more");
+        assert!(began.elapsed() <= 6 * SECOND, "{:?}", began.elapsed());
     }
 }

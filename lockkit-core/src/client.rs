@@ -397,6 +397,12 @@ impl LockClient {
     pub async fn close(&self, timeout: Duration) -> Result<()> {
         self.core.close(timeout).await
     }
+
+    /// Closes this client for good, as [`close`](Self::close). Every release gets the time that it needs.
+    #[cfg(feature = "blocking")]
+    pub(crate) async fn close_after_all(&self) -> Result<()> {
+        self.core.close_after_all().await
+    }
 }
 
 impl fmt::Debug for LockClient {

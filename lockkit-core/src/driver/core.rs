@@ -300,11 +300,25 @@ impl Core {
 
     /// Closes the client: holds are lost, waiters turned away. Waits up to `timeout` for every release to be confirmed.
     pub(crate) async fn close(&self, timeout: Duration) -> Result<()> {
+        let limit = Instant::now() + timeout.min(AcquireOptions::MAX_DURATION);
+        self.close_by(limit, || limit).await
+    }
+
+    /// Closes the client once all releases have ended, each of which does by itself, at the latest when the lease of its hold is over.
+    /// Ending the connections is one exchange with the server, and bounded as such.
+    #[cfg(feature = "blocking")]
+    pub(crate) async fn close_after_all(&self) -> Result<()> {
+        let limit = Instant::now() + AcquireOptions::MAX_DURATION;
+        let closes_by = || Instant::now() + AcquireOptions::DEFAULT_OP_TIMEOUT;
+        self.close_by(limit, closes_by).await
+    }
+
+    /// Waits for every release until `limit`, and for the end of the connections until `closes_by`.
+    async fn close_by(&self, limit: Instant, closes_by: impl FnOnce() -> Instant) -> Result<()> {
         const OPERATION: &str = "close";
 
         self.begin_close();
         self.is_alive(OPERATION)?;
-        let limit = Instant::now() + timeout.min(AcquireOptions::MAX_DURATION);
         let idle = pin!(self.idle());
         let drained = self.within(OPERATION, Self::is_alive, || limit, idle).await?;
         self.is_alive(OPERATION)?;
@@ -317,7 +331,7 @@ impl Core {
             return unconfirmed();
         }
         let closing = self.blanked(self.backend.close());
-        let closed = self.within(OPERATION, Self::is_alive, || limit, closing).await?;
+        let closed = self.within(OPERATION, Self::is_alive, closes_by, closing).await?;
         let before = self.unconfirmed_before.load(Ordering::SeqCst);
         if self.unconfirmed.load(Ordering::SeqCst) > before {
             return unconfirmed();
