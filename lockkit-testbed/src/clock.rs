@@ -7,8 +7,9 @@ use crate::directory;
 /// The wall clock of one server or more, which can be set forward and back while they run.
 ///
 /// A small library, compiled by the system's C compiler and loaded before the server's own, shifts what the server
-/// reads as the time of day. Its monotonic clock goes on as it is. A wait of its threads until a time of day lasts for
-/// as long as it would have when it began.
+/// reads as the time of day. Its monotonic clock goes on as it is. A wait of its threads until a time of day ends when
+/// that has come by this clock: a step ends it, or prolongs it, as on Linux. That goes for waits on conditions, and for
+/// no others.
 #[derive(Clone, Debug)]
 pub struct Clock {
     shared: Arc<Shared>,
