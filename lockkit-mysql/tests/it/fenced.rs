@@ -10,8 +10,10 @@ use lockkit_mysql::{
         mysql::{MySqlConnectOptions, MySqlConnection},
     },
 };
-use lockkit_testbed::mysql::{Flavour, MySql};
-use tokio::time::sleep;
+use lockkit_testbed::{
+    eventually,
+    mysql::{Flavour, MySql},
+};
 
 use crate::servers::{Admin, config, connect, for_each_flavour, name, shared};
 
@@ -116,7 +118,12 @@ async fn a_row_refuses_a_superseded_holder(flavour: Flavour) {
 async fn a_raised_row_takes_no_write_from_before(flavour: Flavour) {
     let (mut rows, accounts, table) = table(flavour).await;
     let url: MySqlConnectOptions = MySql::url_at(shared(flavour).addr()).parse().unwrap();
-    let mut others = url.connect().await.unwrap();
+    let (mut others, mut admin) = (url.connect().await.unwrap(), Admin::of(shared(flavour)).await);
+    let late_id: u64 = lockkit_mysql::sqlx::query("SELECT CONNECTION_ID()")
+        .fetch_one(&mut others)
+        .await
+        .unwrap()
+        .get(0);
     let (before, now) = (FencingToken::new(33), FencingToken::new(34));
     let set = |value: i64| {
         move |set: &mut lockkit_mysql::sqlx::query_builder::Separated<'_, _, _>| {
@@ -128,8 +135,13 @@ async fn a_raised_row_takes_no_write_from_before(flavour: Flavour) {
     let read = balance(&mut transaction, &table).await;
     let late = async { accounts.update(&mut others, "mine", before, set(read - 50)).await };
     let rest = async {
-        // It waits for the row.
-        sleep(Duration::from_millis(100)).await;
+        let waits = format!(
+            "SELECT COUNT(*) FROM information_schema.INNODB_TRX WHERE trx_state = 'LOCK WAIT' AND trx_mysql_thread_id = {late_id}"
+        );
+        eventually("the other writer waits for the row", async || {
+            admin.value(&waits).await == "1"
+        })
+        .await;
         accounts
             .update(&mut transaction, "mine", now, set(read - 30))
             .await?;

@@ -7,8 +7,7 @@ use lockkit_postgres::{
     FencedError, FencedTable,
     tokio_postgres::{self, Client, NoTls},
 };
-
-use tokio::time::sleep;
+use lockkit_testbed::eventually;
 
 use crate::servers::{config, connect, name, shared, tests};
 
@@ -79,7 +78,12 @@ async fn a_row_refuses_a_superseded_holder() {
 
 /// A holder of before has read the row, and writes between the reading and the writing of the one after it.
 async fn a_raised_row_takes_no_write_from_before() {
-    let (mut rows, others) = (database().await, database().await);
+    let (mut rows, others, admin) = (database().await, database().await, database().await);
+    let late_pid: i32 = others
+        .query_one("SELECT pg_backend_pid()", &[])
+        .await
+        .unwrap()
+        .get(0);
     let (accounts, table) = table(&rows).await;
     let (before, now) = (FencingToken::new(33), FencingToken::new(34));
     let transaction = rows.transaction().await.unwrap();
@@ -96,8 +100,11 @@ async fn a_raised_row_takes_no_write_from_before() {
             .await
     };
     let written = async {
-        // It waits for the row.
-        sleep(Duration::from_millis(100)).await;
+        let waits = format!("SELECT count(*) FROM pg_locks WHERE NOT granted AND pid = {late_pid}");
+        eventually("the other writer waits for the row", async || {
+            admin.query_one(&waits, &[]).await.unwrap().get::<_, i64>(0) > 0
+        })
+        .await;
         accounts
             .update(&transaction, &"mine", now, "balance = $1", &[&rest])
             .await?;
