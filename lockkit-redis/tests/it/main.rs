@@ -3,6 +3,7 @@
 mod announcements;
 mod answers;
 mod asking;
+mod calls;
 mod cancel;
 #[cfg(feature = "tls")]
 mod client_certificates;
