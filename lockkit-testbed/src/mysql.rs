@@ -111,8 +111,11 @@ impl MySql {
     /// # Errors
     /// If they cannot be written.
     pub fn at_start(&self, statements: &[&str]) -> io::Result<()> {
-        let statements: String = statements.iter().map(|one| format!("{one};\n")).collect();
-        fs::write(self.process.directory().join(AT_START), setup() + &statements)
+        let mut all = setup();
+        for statement in statements {
+            all = all + statement + ";\n";
+        }
+        fs::write(self.process.directory().join(AT_START), all)
     }
 
     /// Its process, to be paused or killed.

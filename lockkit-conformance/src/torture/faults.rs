@@ -12,6 +12,7 @@ use crate::Harness;
 /// a violation, also while it lasts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
+#[expect(clippy::struct_excessive_bools, reason = "each is a property of its own")]
 pub struct Fault {
     /// Its name in schedules.
     pub name: &'static str,

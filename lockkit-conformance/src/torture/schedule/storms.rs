@@ -30,7 +30,7 @@ impl Strike {
         let befalls_a_server = |strike: &Self| known(strike).is_some_and(|fault| !fault.way);
         let ways_stay = strikes.iter().any(befalls_a_server);
         let mut names: Vec<_> = strikes.iter().filter_map(known).collect();
-        names.retain(|fault| !fault.later && !(fault.way && ways_stay));
+        names.retain(|fault| !(fault.later || fault.way && ways_stay));
         names.sort_unstable_by_key(|fault| fault.name);
         names.dedup_by_key(|fault| fault.name);
         if names.is_empty() || rng.bool() {
