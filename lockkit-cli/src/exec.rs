@@ -27,35 +27,36 @@ use crate::{
 /// The hidden subcommand.
 pub(crate) const SUBCOMMAND: &str = "__exec";
 
-/// The pipe by which a process says that it is about to become the command, and why it could not. Neither its status nor its name tells
-/// that: a command may have the same. Nor could the process say it itself: what it would write to may be a pipe that nobody reads, or has
-/// read to its end. A process that was ended by a signal before it said anything has not become the command.
+/// Its option.
+const SAYS_THAT_IT_BEGINS: &str = "--begins";
+
+/// The pipe by which a process says why it could not become the command, and if it is a job, that it is about to. Neither its status nor
+/// its name tells that: a command may have the same. Nor could the process say it itself: what it would write to may be a pipe that nobody
+/// reads, or has read to its end.
 ///
-/// No end of the pipe is inherited. The process opens it by way of its parent, where the system has a way (Linux). Elsewhere it says so
-/// itself, and each command counts as one that has run.
+/// No end of the pipe is inherited. The process opens it by way of its parent, where the system has a way (Linux, if its user may read this
+/// program). Elsewhere it says so itself, and each command counts as one that has run.
 pub(crate) struct NotRun {
     told: PipeReader,
     tell: PipeWriter,
-    /// The system has that way.
-    has_a_way: bool,
+    /// The process says when it is about to become the command. A signal that ends it before has ended no job.
+    hears_of_begin: bool,
 }
 
 /// The room that each pipe has, however many its user has.
 const ROOM: usize = 4096;
 
-/// What a process says before it becomes the command.
+/// What a process says before it becomes a job.
 const BEGINS: u8 = b'\n';
 
 impl NotRun {
-    fn new() -> io::Result<Self> {
+    fn new(is_job: bool) -> io::Result<Self> {
         let (told, tell) = io::pipe()?;
         fcntl_setfl(&told, OFlags::NONBLOCK)?;
-        let own = i32::try_from(process::id()).unwrap_or_default();
-        let has_a_way = proc_is_of_this() && open_of_parent(own, tell.as_raw_fd()).is_ok();
         Ok(Self {
             told,
             tell,
-            has_a_way,
+            hears_of_begin: is_job && children_can_open_what_this_has(),
         })
     }
 
@@ -64,8 +65,8 @@ impl NotRun {
         let mut said = [0; ROOM];
         let Ok(count) = (&self.told).read(&mut said) else {
             return self
-                .has_a_way
-                .then(|| "the command was ended before it began".to_owned());
+                .hears_of_begin
+                .then(|| "the command did not begin".to_owned());
         };
         let why = said[..count].strip_prefix(&[BEGINS]).unwrap_or(&said[..count]);
         (!why.is_empty()).then(|| String::from_utf8_lossy(why).into_owned())
@@ -73,12 +74,13 @@ impl NotRun {
 }
 
 /// `command`, to be spawned by this process from a thread that lives as long as this process does. If it `ignores_children`, it
-/// begins with CHLD ignored, as it [can](can_ignore_children).
+/// begins with CHLD ignored, as it [can](can_ignore_children). If it `is_job`, [`NotRun`] knows of one that was ended before it began.
 pub(crate) fn tied_to_this_process(
     command: &[OsString],
     ignores_children: bool,
+    is_job: bool,
 ) -> Result<(process::Command, NotRun), Failure> {
-    let not_run = NotRun::new().map_err(|error| cannot_start(&error))?;
+    let not_run = NotRun::new(is_job).map_err(|error| cannot_start(&error))?;
     // This path stays good when the file has been replaced or removed since. `env` is another program than this one, and has to be told
     // which that is.
     let this_program = if cfg!(target_os = "linux") {
@@ -98,8 +100,11 @@ pub(crate) fn tied_to_this_process(
     } else {
         process::Command::new(this_program)
     };
-    tied.arg(SUBCOMMAND)
-        .arg(process::id().to_string())
+    tied.arg(SUBCOMMAND);
+    if not_run.hears_of_begin {
+        tied.arg(SAYS_THAT_IT_BEGINS);
+    }
+    tied.arg(process::id().to_string())
         .arg(not_run.tell.as_raw_fd().to_string())
         .arg("--")
         .args(command)
@@ -126,25 +131,42 @@ pub(crate) fn can_ignore_children() -> bool {
 
 /// Returns only if it fails: with the status to exit with, if the parent was [told](NotRun) why.
 pub(crate) fn become_command(args: &Exec) -> Result<u8, Failure> {
-    if !is_child_of(args.parent) {
-        return Err(try_to_become_command(args, None));
+    let is_heard = is_child_of(args.parent);
+    let mut tell = None;
+    if args.begins && is_heard {
+        // Without that, the parent would take a job that runs for one that has not.
+        let opened = open_of_parent(args);
+        tell = Some(
+            opened
+                .map_err(|error| Failure::because("cannot tell lockkit that the command begins", &error))?,
+        );
     }
-    // Without that, the parent would take a command that runs for one that has not.
-    let tell = open_of_parent(args.parent, args.tell);
-    let mut tell =
-        tell.map_err(|error| Failure::because("cannot tell lockkit that the command begins", &error))?;
-    let failure = try_to_become_command(args, Some(&mut tell));
+    let failure = try_to_become_command(args, tell.as_mut());
     let why = failure.message().as_bytes();
-    match tell.write_all(&why[..why.len().min(ROOM - 1)]) {
-        Ok(()) => Ok(failure.status()),
-        Err(_) => Err(failure),
+    let tell = tell.or_else(|| is_heard.then(|| open_of_parent(args).ok())?);
+    match tell.map(|mut tell| tell.write_all(&why[..why.len().min(ROOM - 1)])) {
+        Some(Ok(())) => Ok(failure.status()),
+        _ => Err(failure),
     }
 }
 
 /// Opens the end of the pipe that the parent is told through.
-fn open_of_parent(parent: i32, tell: i32) -> io::Result<File> {
-    let tell = format!("/proc/{parent}/fd/{tell}");
+fn open_of_parent(args: &Exec) -> io::Result<File> {
+    let tell = format!("/proc/{}/fd/{}", args.parent, args.tell);
     OpenOptions::new().write(true).open(tell)
+}
+
+/// Returns whether a child finds the descriptors of this process in `/proc`. Not where its user may not read the program: what such a
+/// process has is no user's but root's to open.
+fn children_can_open_what_this_has() -> bool {
+    #[cfg(target_os = "linux")]
+    {
+        use rustix::process::{DumpableBehavior, dumpable_behavior};
+
+        proc_is_of_this() && dumpable_behavior() == Ok(DumpableBehavior::Dumpable)
+    }
+    #[cfg(not(target_os = "linux"))]
+    false
 }
 
 /// Returns whether this is the parent, and `/proc` that of its processes: else its name there may be a stranger's.

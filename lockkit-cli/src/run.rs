@@ -132,7 +132,7 @@ async fn run_beside(handle: Handle, args: Run) -> Result<u8, Failure> {
     let acquired = async { acquired.await?.and_then(Unused::take) };
     let status = match signals.unless_ended(acquired).await {
         Ok(Ok(guard)) => {
-            let tied = exec::tied_to_this_process(&args.command, ignores_children);
+            let tied = exec::tied_to_this_process(&args.command, ignores_children, args.at_least.is_some());
             run_under(guard, &args, tied, max_hold, &clients, &mut signals).await
         }
         Ok(Err(failure)) => Err(failure),

@@ -2,7 +2,7 @@
 
 use std::{
     env, fs,
-    os::unix::fs::PermissionsExt,
+    os::unix::{fs::PermissionsExt, process::CommandExt},
     process::{Command, Stdio},
     sync::atomic::{AtomicUsize, Ordering},
     thread,
@@ -169,6 +169,43 @@ fn a_job_of_any_name_keeps_its_lock_and_gets_no_pipe() {
     let (status, output, complaint) = job(&["./lockkit-not-run", "-c", show]);
     assert_eq!((status, output), (0, without.1), "{complaint}");
     assert_eq!(job(&["true"]).0, 124, "the name stays taken");
+}
+
+/// As a program with rights of its own may be installed, so that its users can run it and nothing else. The system keeps what such a
+/// process has from its children.
+#[cfg(target_os = "linux")]
+#[test]
+fn a_user_who_may_not_read_lockkit_can_run_it() {
+    if skipped("redis", redis::missing()) {
+        return;
+    }
+    let server = RedisServer::plain().unwrap();
+    // The way to a test's own directory is not open to all.
+    let place = tempfile::tempdir_in("/tmp").unwrap();
+    let program = place.path().join("lockkit");
+    fs::copy(env!("CARGO_BIN_EXE_lockkit"), &program).unwrap();
+    fs::set_permissions(&program, fs::Permissions::from_mode(0o111)).unwrap();
+    fs::set_permissions(place.path(), fs::Permissions::from_mode(0o711)).unwrap();
+    let run = |options: &[&str], command: &[&str]| {
+        let arguments = [&["run", "--try"], options, &["--"], command].concat();
+        let mut run = Command::new(&program);
+        // What is on the way of another's PATH, not each user may look into.
+        let open_to_all = [("LOCKKIT_URL", server.url()), ("PATH", "/usr/bin:/bin")];
+        run.args(&arguments).envs(open_to_all).current_dir("/");
+        if rustix::process::geteuid().is_root() {
+            const SOMEBODY: u32 = 65_534;
+            run.uid(SOMEBODY).gid(SOMEBODY);
+        }
+        outcome(run.stdin(Stdio::null()))
+    };
+    assert_eq!(run(&["lock"], &["true"]).0, 0);
+    assert_eq!(run(&["lock"], &["sh", "-c", "exit 7"]).0, 7);
+    let (status, _, complaint) = run(&["lock"], &["no-such-program"]);
+    assert_eq!(status, 127, "{complaint}");
+    assert_eq!(complaint.lines().count(), 1, "{complaint}");
+    let job = ["--at-least", "10m", "job"];
+    assert_eq!(run(&job, &["true"]), (0, String::new(), String::new()));
+    assert_eq!(run(&job, &["true"]).0, 124, "the name stays taken");
 }
 
 /// TERM comes with the grant, or before the process that becomes the job has done so. It is held up where it would.
