@@ -352,7 +352,9 @@ impl LockConfig {
     }
 
     fn validate(&self) -> Result<()> {
-        self.acquire_options().validate()?;
+        let mut options = self.acquire_options();
+        options.ttl.get_or_insert(AcquireOptions::DEFAULT_TTL);
+        options.validate()?;
         let millisecond = Duration::from_millis(1);
         if let Some(timeout) = self.connect_timeout {
             check_duration(

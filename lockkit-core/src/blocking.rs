@@ -134,7 +134,8 @@ impl LockClient {
     /// Returns this client with other default options for its locks. What `defaults` leaves unset stays as it is.
     ///
     /// # Errors
-    /// [`Error::InvalidOptions`] if one of them is out of bounds.
+    /// [`Error::InvalidOptions`] or [`Error::Unsupported`] if one of them is out of bounds, two contradict each other, or the backend lacks
+    /// what one asks for.
     pub fn with_defaults(self, defaults: AcquireOptions) -> Result<Self> {
         let Self { client, host } = self;
         let client = client.with_defaults(defaults)?;

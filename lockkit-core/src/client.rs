@@ -51,12 +51,14 @@ impl LockClient {
     /// Returns this client with other default options for its locks. What `defaults` leaves unset stays as it is.
     ///
     /// # Errors
-    /// [`Error::InvalidOptions`] if one of them is out of bounds.
+    /// [`Error::InvalidOptions`] or [`Error::Unsupported`] if one of them is out of bounds, two contradict each other, or the backend lacks
+    /// what one asks for.
     #[expect(clippy::needless_pass_by_value, reason = "options are built in place")]
     pub fn with_defaults(self, defaults: AcquireOptions) -> Result<Self> {
-        defaults.validate()?;
+        let defaults = defaults.or(&self.defaults);
+        self.core.check(&defaults)?;
         Ok(Self {
-            defaults: Arc::new(defaults.or(&self.defaults)),
+            defaults: Arc::new(defaults),
             ..self
         })
     }

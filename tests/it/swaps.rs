@@ -383,3 +383,32 @@ async fn a_swap_to_lower_tokens_is_refused_and_says_why() {
     new.raise_fence(highest).await.unwrap();
     write(&new, &gate, "after").await;
 }
+
+/// It is said once, when the application starts, and not by each acquisition.
+#[tokio::test(flavor = "multi_thread")]
+async fn defaults_that_a_backend_cannot_keep_fail_to_connect() {
+    let Some(deployments) = Deployments::start() else {
+        return;
+    };
+    let mut refused = Vec::new();
+    for url in &deployments.urls {
+        for (option, value) in [("local_handoffs", "32"), ("ttl", "9ms"), ("max_hold", "29s")] {
+            let between = if url.contains('?') { '&' } else { '?' };
+            let connected = lockkit::connect(&format!("{url}{between}{option}={value}")).await;
+            let scheme = url.split(':').next().unwrap();
+            match connected {
+                Ok(client) => {
+                    let granted = client.lock("defaults").unwrap().try_acquire().await.unwrap();
+                    granted.unwrap().release().await.unwrap();
+                }
+                Err(Error::InvalidOptions { option: named, .. }) => {
+                    assert_eq!(named, option, "{url}");
+                    refused.push((option, scheme));
+                }
+                Err(error) => panic!("{url}, {option}={value}: {error}"),
+            }
+        }
+    }
+    refused.retain(|(option, _)| *option == "local_handoffs");
+    assert_eq!(refused, [("local_handoffs", "zk"), ("local_handoffs", "etcd")]);
+}

@@ -73,6 +73,28 @@ impl Core {
         })
     }
 
+    /// Refuses options that are out of bounds or contradict each other, and those that this backend cannot keep.
+    ///
+    /// # Errors
+    /// [`Error::InvalidOptions`] or [`Error::Unsupported`], which names the option.
+    pub(crate) fn check(&self, options: &AcquireOptions) -> Result<()> {
+        options.validate()?;
+        let BackendInfo {
+            name, capabilities, ..
+        } = &self.info;
+        if options.hold_at_least.is_some() && !capabilities.detach {
+            return Err(Error::unsupported(
+                name,
+                "hold_at_least, since its holds end with a session, a transaction or a process; keep the guard for that long",
+            ));
+        }
+        if options.local_handoffs.is_some_and(|times| times > 0) && !capabilities.local_handoffs {
+            let reason = format!("must be 0 on {name}, whose order across processes is strict");
+            return Err(Error::invalid_option("local_handoffs", reason));
+        }
+        options.ttl.map_or(Ok(()), |ttl| self.check_ttl(ttl))
+    }
+
     /// Refuses a ttl with which this backend's holds do not last.
     ///
     /// # Errors

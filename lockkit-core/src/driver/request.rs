@@ -30,7 +30,6 @@ impl AcquireRequest {
     /// # Errors
     /// [`Error::InvalidOptions`], or [`Error::Unsupported`] for a mode that the backend does not have.
     pub(crate) fn new(queue: &Arc<LockQueue>, options: &AcquireOptions) -> Result<Self> {
-        options.validate()?;
         let info = &queue.core.info;
         let can = &info.capabilities;
         let missing = match queue.mode {
@@ -42,23 +41,11 @@ impl AcquireRequest {
             let instead = info.instead.unwrap_or("use another backend");
             return Err(Error::unsupported(info.name, format!("{missing}; {instead}")));
         }
-        if options.hold_at_least.is_some() && !can.detach {
-            return Err(Error::unsupported(
-                info.name,
-                "hold_at_least, since its holds end with a session, a transaction or a process; keep the guard for that long",
-            ));
-        }
-        let local_handoffs = match options.local_handoffs {
-            Some(times) if times > 0 && !can.local_handoffs => {
-                let reason = format!(
-                    "must be 0 on {}, whose order across processes is strict",
-                    info.name
-                );
-                return Err(Error::invalid_option("local_handoffs", reason));
-            }
-            Some(times) => times,
-            None if can.local_handoffs => AcquireOptions::DEFAULT_LOCAL_HANDOFFS,
-            None => 0,
+        queue.core.check(options)?;
+        let handoffs_by_default = if can.local_handoffs {
+            AcquireOptions::DEFAULT_LOCAL_HANDOFFS
+        } else {
+            0
         };
         let ttl = options.ttl.unwrap_or(AcquireOptions::DEFAULT_TTL);
         queue.core.check_ttl(ttl)?;
@@ -77,7 +64,7 @@ impl AcquireRequest {
             hold_at_least: options.hold_at_least.map(Box::new),
             op_timeout: options.op_timeout.unwrap_or(AcquireOptions::DEFAULT_OP_TIMEOUT),
             label: options.label.clone(),
-            local_handoffs,
+            local_handoffs: options.local_handoffs.unwrap_or(handoffs_by_default),
         })
     }
 
