@@ -141,8 +141,8 @@ pub(crate) fn holder(
     let silent: Option<i64> = row.try_get(column + 2)?;
     let silent = u64::try_from(silent.unwrap_or(0)).unwrap_or(0);
     let left =
-        lease.map(|lease| Duration::from_millis(u64::from(lease.unsigned_abs()).saturating_sub(silent)));
+        lease.map(|lease| Duration::from_millis(u64::try_from(lease).unwrap_or(0).saturating_sub(silent)));
     let since = since.map(|since| SystemTime::UNIX_EPOCH + Duration::from_micros(since.unsigned_abs()));
-    let token = FencingToken::new(token.unwrap_or(0).unsigned_abs());
+    let token = FencingToken::new(u64::try_from(token.unwrap_or(0)).unwrap_or(0));
     Ok(Holder::new(token, label, left).since(since))
 }
