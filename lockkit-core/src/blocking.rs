@@ -2,8 +2,9 @@
 //!
 //! A [`LockClient`] brings its own runtime: one background thread, which renews leases and releases what was dropped.
 //! All locks and guards of one client share it. Once the last client, lock and guard is gone, the runtime finishes the
-//! releases that are under way, each of which ends with the lease of its hold at the latest. Then it closes the connections, for which
-//! a server has five seconds, and ends.
+//! releases that are under way. One that the server does not confirm is tried again for a [`ttl`](AcquireOptions::ttl), the longest that
+//! the hold has asked for, and an [`op_timeout`](AcquireOptions::op_timeout), and the last try may take another `op_timeout`. Then the
+//! runtime closes the connections, for which a server has five seconds, and ends.
 //!
 //! ```
 //! use lockkit_core::{MemoryBackend, blocking::LockClient};
