@@ -61,8 +61,14 @@ pub(crate) async fn outage_is_never_taken(case: &CaseRun) -> Outcome {
         return Err(Stop::Skipped("its harness cannot cut a client off".to_owned()));
     };
     let guard = granted_at_once("a lock nobody has used", &case.lock("a").await?).await?;
-    let lock = case.lock_of(&client, "a")?;
-    let lock = lock.with_options(lasting().op_timeout(PROMPT));
+    let another = granted_at_once("another one", &case.lock("b").await?).await?;
+    let lock_of = |name| {
+        Ok::<_, Stop>(
+            case.lock_of(&client, name)?
+                .with_options(lasting().op_timeout(PROMPT)),
+        )
+    };
+    let (lock, queued) = (lock_of("a")?, lock_of("b")?);
     let is_unknown = |error: &Error| error.is_transient() && !error.is_timeout();
     let says_taken = async || {
         let waited = lock.acquire_timeout(WAIT).await;
@@ -74,8 +80,15 @@ pub(crate) async fn outage_is_never_taken(case: &CaseRun) -> Outcome {
     };
     says_taken().await?;
     for outage in [Outage::Refused, Outage::Silent] {
-        let waiting = lock.clone();
-        let waiter = tokio::spawn(async move { waiting.acquire_timeout(WAIT).await });
+        let wait = |lock: &Lock, wait| {
+            let lock = lock.clone();
+            tokio::spawn(async move { lock.acquire_timeout(wait).await })
+        };
+        let ahead = wait(&queued, WAIT * 30);
+        let waiter = wait(&lock, WAIT);
+        tokio::task::yield_now().await;
+        // It never speaks to the server itself while that is there.
+        let behind = wait(&queued, WAIT);
         // It has the server's word by then, and waits.
         sleep(WAIT / 5).await;
         way.cut(outage);
@@ -84,12 +97,15 @@ pub(crate) async fn outage_is_never_taken(case: &CaseRun) -> Outcome {
             tried.as_ref().is_err_and(is_unknown),
             "expected of a try that it cannot tell, since the server is away ({outage:?}), got {tried:?}"
         );
-        let what = format!("a wait of {WAIT:?} ends, also with the server away ({outage:?})");
-        let ended = within(WAIT + PROMPT, &what, waiter).await?.map_err(failed)?;
-        ensure!(
-            ended.as_ref().is_err_and(is_unknown),
-            "expected of a wait that it cannot tell, since the server is away at its end ({outage:?}), got {ended:?}"
-        );
+        for waiter in [waiter, behind] {
+            let what = format!("a wait of {WAIT:?} ends, also with the server away ({outage:?})");
+            let ended = within(WAIT + PROMPT, &what, waiter).await?.map_err(failed)?;
+            ensure!(
+                ended.as_ref().is_err_and(is_unknown),
+                "expected of a wait that it cannot tell, since the server is away at its end ({outage:?}), got {ended:?}"
+            );
+        }
+        ahead.abort();
         way.open();
         let what = format!("the server is back ({outage:?}), and says that the lock is taken");
         eventually(case.freed_after_death(&client), &what, async || {
@@ -104,6 +120,7 @@ pub(crate) async fn outage_is_never_taken(case: &CaseRun) -> Outcome {
     }
     says_taken().await?;
     guard.release().await?;
+    another.release().await?;
     comes_free(PROMPT * 10, "the holder has released", &lock).await
 }
 

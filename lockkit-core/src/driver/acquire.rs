@@ -35,6 +35,9 @@ pub(crate) const GRACE: Duration = Duration::from_millis(100);
 /// The most of it, for a server that was never quicker to reply.
 const LONGEST_GRACE: Duration = Duration::from_millis(400);
 
+/// How often those whose time is over look whether another of them has an answer.
+const ANSWERED_SOON: Duration = Duration::from_millis(10);
+
 /// The time for which the server's word counts that a lock is taken. After that, the server may have been away for long.
 const WORD_COUNTS: Duration = Duration::from_secs(1);
 
@@ -77,6 +80,10 @@ async fn enter_and_contend(request: &Arc<AcquireRequest>) -> Result<(Hold, Outco
         Err(waiter) => match wait_in_queue(request, &deadline, waiter).await? {
             Entry::Contend(contender) => (contender, Some(core.clock.now().at)),
             Entry::Held(hold) => return Ok((hold, Outcome::HandedOff)),
+            Entry::TimeIsOver => {
+                let hold = Box::pin(end_behind_others(request, &deadline)).await?;
+                return Ok((hold, Outcome::Granted));
+            }
         },
     };
     // Either this sees that the client is closed, or the one who closes it sees the contender.
@@ -89,6 +96,7 @@ async fn enter_and_contend(request: &Arc<AcquireRequest>) -> Result<(Hold, Outco
 enum Entry {
     Contend(Contender),
     Held(Hold),
+    TimeIsOver,
 }
 
 /// Waits in the local queue for the slot, or for a hold that is passed on.
@@ -104,7 +112,7 @@ async fn wait_in_queue<'a>(
             None => waiter.await,
             Some(at) => match timing::within(queue.backend(), OPERATION, waiter, || at).await? {
                 Some(outcome) => outcome,
-                None => return Err(deadline.verdict(queue, &queue.last_reply())),
+                None => return Ok(Entry::TimeIsOver),
             },
         };
         match outcome {
@@ -122,6 +130,43 @@ async fn wait_in_queue<'a>(
             Err(waiter) => waiter,
         };
     }
+}
+
+/// Says what is the case when the caller's time is over in the local queue. If the server has said nothing, or too long ago, one of all
+/// those whose time is over asks it for the others, too.
+async fn end_behind_others(request: &Arc<AcquireRequest>, deadline: &Deadline) -> Result<Hold> {
+    let queue = &request.queue;
+    let others_have = Instant::now() + LONGEST_GRACE;
+    loop {
+        let last_reply = queue.last_reply();
+        if !last_reply.says_nothing() {
+            return Err(deadline.verdict(queue, &last_reply));
+        }
+        if let Some(_asking) = queue.begin_asking() {
+            return ask_at_the_end(LockQueue::bypass(request), deadline, LONGEST_GRACE).await;
+        }
+        if Instant::now() >= others_have {
+            return Err(queue.core.no_answer(OPERATION).for_lock(queue.name()));
+        }
+        tokio::time::sleep(ANSWERED_SOON).await;
+    }
+}
+
+/// Asks once more, and says what is the case now that the caller's time is over.
+async fn ask_at_the_end(mut contender: Contender, deadline: &Deadline, quickest: Duration) -> Result<Hold> {
+    let request = contender.request.clone();
+    let (queue, core) = (&request.queue, request.core());
+    let now = core.clock.now().at;
+    // It has its grace from now on: this may be late. To a server that is far away, a reply takes longer.
+    let grace = deadline.overrun() + (quickest * 2).clamp(GRACE, LONGEST_GRACE);
+    let last_reply = match attempt(&mut contender, deadline, Some(now), grace).await {
+        Ok(Some(granted)) => return make_hold(contender, granted),
+        Ok(None) => LastReply::Taken(Instant::now()),
+        Err(err) if err.is_transient() => LastReply::Failed(chain(&err).into()),
+        Err(err) => return Err(give_up(contender, err).await),
+    };
+    queue.set_last_reply(last_reply.clone());
+    Err(give_up(contender, deadline.verdict(queue, &last_reply)).await)
 }
 
 /// Attempts until the server grants, the caller's time is over, or an error says that no repeating will help.
@@ -142,7 +187,6 @@ async fn keep_contending(
     let (queue, core) = (&request.queue, request.core());
     let is_try = request.is_try();
     let mut last_reply = LastReply::Unknown;
-    let mut answered = Instant::now();
     let mut quickest = LONGEST_GRACE;
     let mut asked = deadline.started();
     let mut backoff = Backoff::default();
@@ -157,8 +201,8 @@ async fn keep_contending(
             }
             Ok(None) => {
                 backoff.reset();
-                last_reply = LastReply::Taken;
-                answered = Instant::now();
+                let answered = Instant::now();
+                last_reply = LastReply::Taken(answered);
                 quickest = quickest.min(answered - asked);
                 true
             }
@@ -172,7 +216,7 @@ async fn keep_contending(
                 // An attempt that the caller's deadline cut short says nothing new, and there is no other.
                 let over = deadline.is_over();
                 observe::attempt_failed(queue, &why, known || over);
-                if !(over && matches!(last_reply, LastReply::Taken)) {
+                if !(over && matches!(last_reply, LastReply::Taken(_))) {
                     last_reply = LastReply::Failed(why);
                 }
                 false
@@ -194,16 +238,8 @@ async fn keep_contending(
             err = core.over(OPERATION, Core::is_open) => return Err(give_up(contender, err).await),
             () = contender.hinted(), if taken && hints.listens() => hints.hinted(listening.elapsed()),
             () = deadline.passed() => {
-                if matches!(last_reply, LastReply::Taken) && answered.elapsed() >= WORD_COUNTS {
-                    let now = core.clock.now().at;
-                    // It has its grace from now on: this may be late. To a server that is far away, a reply takes longer.
-                    let grace = deadline.overrun() + (quickest * 2).clamp(GRACE, LONGEST_GRACE);
-                    match attempt(&mut contender, deadline, Some(now), grace).await {
-                        Ok(Some(granted)) => return make_hold(contender, granted),
-                        Ok(None) => {}
-                        Err(err) if err.is_transient() => last_reply = LastReply::Failed(chain(&err).into()),
-                        Err(err) => return Err(give_up(contender, err).await),
-                    }
+                if matches!(last_reply, LastReply::Taken(_)) && last_reply.says_nothing() {
+                    return ask_at_the_end(contender, deadline, quickest).await;
                 }
                 return Err(give_up(contender, deadline.verdict(queue, &last_reply)).await);
             }
@@ -384,8 +420,17 @@ impl LastReply {
     /// Returns the time beyond the caller's deadline that the next attempt may take.
     fn grace(&self) -> Duration {
         match self {
-            Self::Taken => Duration::ZERO,
+            Self::Taken(_) => Duration::ZERO,
             Self::Unknown | Self::Failed(_) => GRACE,
+        }
+    }
+
+    /// There was none, or the lock was taken too long ago for that to be said now.
+    fn says_nothing(&self) -> bool {
+        match self {
+            Self::Unknown => true,
+            Self::Taken(at) => at.elapsed() >= WORD_COUNTS,
+            Self::Failed(_) => false,
         }
     }
 }
@@ -473,7 +518,7 @@ impl Deadline {
     /// The error for when the time is over: "taken" only if that was the server's last word.
     fn verdict(&self, queue: &LockQueue, last_reply: &LastReply) -> Error {
         let err = match last_reply {
-            LastReply::Taken => return self.taken(queue),
+            LastReply::Taken(_) => return self.taken(queue),
             LastReply::Failed(why) => {
                 let cause = format!("no grant in time; the last attempt failed: {why}");
                 Error::transient(queue.backend(), OPERATION, cause)

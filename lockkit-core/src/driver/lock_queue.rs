@@ -40,6 +40,8 @@ pub(crate) struct LockQueue {
     /// Since the last claim was opened, a waiter has joined, or was still queued when another got the slot. A hint only: the
     /// next claim reserves tokens for hand-offs then.
     was_waited_in: AtomicBool,
+    /// One of those behind the slot's owner asks the server for all of them.
+    is_asking: AtomicBool,
     /// Somebody may be waiting. Written under the state's lock, read without it at the end of a hold. A waiter that this read
     /// misses gets no hand-off, but gets the slot.
     has_waiters: AtomicBool,
@@ -91,7 +93,8 @@ impl Default for SlotGeneration {
 pub(crate) enum LastReply {
     #[default]
     Unknown,
-    Taken,
+    /// It was so at that moment.
+    Taken(Instant),
     Failed(Arc<str>),
 }
 
@@ -121,6 +124,7 @@ impl LockQueue {
             state: Mutex::default(),
             is_holding: AtomicBool::new(false),
             was_waited_in: AtomicBool::new(false),
+            is_asking: AtomicBool::new(false),
             has_waiters: AtomicBool::new(false),
         }
     }
@@ -204,13 +208,22 @@ impl LockQueue {
 
     pub(crate) fn last_reply(&self) -> LastReply {
         if self.is_holding.load(Ordering::Acquire) {
-            return LastReply::Taken;
+            return LastReply::Taken(Instant::now());
         }
         self.state.lock().last_reply.clone()
     }
 
+    /// Lets the caller ask the server for all that are behind the slot's owner, unless another does.
+    pub(crate) fn begin_asking(&self) -> Option<Asking<'_>> {
+        (!self.is_asking.swap(true, Ordering::AcqRel)).then(|| Asking(self))
+    }
+
+    /// Notes it for those who wait here.
     pub(crate) fn set_last_reply(&self, reply: LastReply) {
-        self.state.lock().last_reply = reply;
+        let mut state = self.state.lock();
+        if !state.slot.is_idle() {
+            state.last_reply = reply;
+        }
     }
 
     /// Notes that the slot's owner has been granted the lock.
@@ -376,7 +389,7 @@ impl LockQueue {
             self.has_waiters.store(false, Ordering::Relaxed);
         } else if self.is_holding.load(Ordering::Relaxed) {
             // The last that the others know is that this client had it.
-            state.last_reply = LastReply::Taken;
+            state.last_reply = LastReply::Taken(Instant::now());
         }
         self.is_holding.store(false, Ordering::Release);
         waker
@@ -386,6 +399,17 @@ impl LockQueue {
     pub(crate) fn close(&self) {
         let wakers = self.state.lock().slot.close();
         wakers.into_iter().for_each(Waker::wake);
+    }
+}
+
+/// The right to ask the server for all that are behind the slot's owner.
+#[derive(Debug)]
+#[must_use]
+pub(crate) struct Asking<'a>(&'a LockQueue);
+
+impl Drop for Asking<'_> {
+    fn drop(&mut self) {
+        self.0.is_asking.store(false, Ordering::Release);
     }
 }
 

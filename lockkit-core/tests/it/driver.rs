@@ -7,6 +7,8 @@ use lockkit_core::{
     MemoryBackend, ReentrantLock, ReentrantOwner, RunError, acquire_all, memory::FaultPoint,
 };
 
+use crate::probe::Probe;
+
 const MS: Duration = Duration::from_millis(1);
 const SECOND: Duration = Duration::from_secs(1);
 
@@ -442,7 +444,7 @@ fn a_guard_may_be_dropped_outside_of_a_runtime_and_after_it() {
 
 /// Nobody waits when the release begins, so it does not look into the queue.
 #[tokio::test(start_paused = true)]
-async fn who_comes_during_a_release_hears_that_it_was_taken() {
+async fn who_waits_behind_a_release_hears_taken_for_a_second() {
     let backend = MemoryBackend::new();
     let lock = LockClient::new(backend.clone()).lock("job").unwrap();
     let guard = lock.acquire().await.unwrap();
@@ -451,18 +453,62 @@ async fn who_comes_during_a_release_hears_that_it_was_taken() {
     tokio::task::yield_now().await;
     let before_its_answer = lock.acquire_timeout(100 * MS).await.unwrap_err();
     assert!(before_its_answer.is_timeout(), "{before_its_answer}");
-    // The first gets the slot when the release is over, and no reply. The second is behind it all the time.
+    // The first gets the slot when the release is over, and no reply. The others are behind it all the time.
     let waiting = |wait| {
         let lock = lock.clone();
         tokio::spawn(async move { lock.acquire_timeout(wait).await })
     };
     let first = waiting(60 * SECOND);
     tokio::task::yield_now().await;
-    let second = waiting(3 * SECOND);
+    let second = waiting(1_500 * MS);
+    let third = waiting(3 * SECOND);
     tokio::task::yield_now().await;
     backend.delay(FaultPoint::Attempt, 20 * SECOND);
     release.await.unwrap().unwrap();
     let behind = second.await.unwrap().unwrap_err();
     assert!(behind.is_timeout(), "{behind}");
+    // By then it is free, for all that anybody knows.
+    let behind = third.await.unwrap().unwrap_err();
+    assert!(behind.is_transient() && !behind.is_timeout(), "{behind}");
     first.abort();
+}
+
+/// The one that waits at the server heard that it was taken when it began, and has rested since.
+#[tokio::test(start_paused = true)]
+async fn who_waits_behind_others_hears_no_old_word() {
+    let probe = Probe {
+        polls_every: Some(60 * SECOND),
+        ..Probe::default()
+    };
+    let elsewhere = LockClient::new(probe.memory.clone()).lock("job").unwrap();
+    let guard = elsewhere.acquire().await.unwrap();
+    let lock = LockClient::new(probe.clone()).lock("job").unwrap();
+    let waiting = |wait| {
+        let lock = lock.clone();
+        tokio::spawn(async move { lock.acquire_timeout(wait).await })
+    };
+    let first = waiting(600 * SECOND);
+    tokio::task::yield_now().await;
+    let many = |wait| (0..100).map(|_| waiting(wait)).collect::<Vec<_>>();
+    let told = many(3 * SECOND);
+    let in_an_outage = many(9 * SECOND);
+    let (before, ..) = probe.counts.calls();
+    // Some more of them end while one asks.
+    probe.memory.delay(FaultPoint::Attempt, Duration::from_millis(50));
+    for waiter in told {
+        let error = waiter.await.unwrap().unwrap_err();
+        assert!(error.is_timeout(), "{error}");
+    }
+    assert_eq!(probe.counts.calls().0, before + 1, "one asked for all");
+    probe.memory.delay(FaultPoint::Attempt, 60 * SECOND);
+    for waiter in in_an_outage {
+        let error = waiter.await.unwrap().unwrap_err();
+        assert!(error.is_transient() && !error.is_timeout(), "{error}");
+    }
+    probe.memory.delay(FaultPoint::Attempt, Duration::ZERO);
+    first.abort();
+    let next = waiting(3 * SECOND);
+    tokio::task::yield_now().await;
+    guard.release().await.unwrap();
+    next.await.unwrap().unwrap().release().await.unwrap();
 }

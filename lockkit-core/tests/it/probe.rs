@@ -31,6 +31,8 @@ pub(crate) struct Probe {
     pub(crate) hint: Arc<Notify>,
     /// The server refuses attempts and renewals, which does not pass by itself.
     pub(crate) refuses: Arc<AtomicBool>,
+    /// The time after which whoever waits asks again, if that is not the memory backend's.
+    pub(crate) polls_every: Option<Duration>,
 }
 
 #[derive(Debug, Default)]
@@ -63,7 +65,9 @@ impl Counts {
 #[async_trait]
 impl Backend for Probe {
     fn info(&self) -> BackendInfo {
-        self.memory.info()
+        let mut info = self.memory.info();
+        info.fallback_poll = self.polls_every.unwrap_or(info.fallback_poll);
+        info
     }
 
     async fn claim(&self, request: &ClaimRequest) -> Result<Box<dyn Claim>> {
