@@ -120,7 +120,8 @@ impl<L: DistributedLock> ReentrantLock<L> {
         self.acquire_with(owner, &AcquireOptions::new()).await
     }
 
-    /// Makes one attempt for `owner`. Returns `None` if somebody else holds it.
+    /// Makes one attempt for `owner`. Returns `None` if somebody else holds it, or if another task of this owner is acquiring it: then
+    /// nobody has asked for this one.
     ///
     /// # Errors
     /// As [`acquire`](Self::acquire).
@@ -141,7 +142,7 @@ impl<L: DistributedLock> ReentrantLock<L> {
     /// Acquires it for `owner` with other options, which apply to the owner's first hold.
     ///
     /// # Errors
-    /// As [`acquire`](Self::acquire).
+    /// As [`acquire`](Self::acquire). [`Error::Timeout`] also if another task of this owner is still acquiring it when the time is over.
     ///
     /// # Cancel safety
     /// As [`DistributedLock::acquire_with`].
