@@ -164,6 +164,11 @@ impl Printed {
         for name in says.names.iter().filter(|name| !line.contains(*name)) {
             faults.push(format!("{name:?} is not named: {line}"));
         }
+        if let Some((line, status)) = &self.command
+            && (*status == 101 || (*status == 0 && !line.is_empty()))
+        {
+            faults.push(format!("status {status}: {line}"));
+        }
         let command = self.command.as_ref().map(|(line, _)| brief(line));
         for line in [Some(line), command.as_ref()].into_iter().flatten() {
             if let Some(twice) = told_twice(line) {

@@ -223,6 +223,7 @@ fn output_that_cannot_be_written_is_an_error() {
         &["--help"],
         &["inspect", "--url", "memory:", "job"],
         &["inspect", "--url", "memory:", "--json", "job"],
+        &["fence", "show", "--url", "memory:"],
         &["man"],
     ] {
         let full = fs::OpenOptions::new().write(true).open("/dev/full").unwrap();
