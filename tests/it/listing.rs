@@ -3,6 +3,7 @@
 use lockkit::{LockClient, LockKind};
 use lockkit_testbed::{
     mysql::{Flavour, MySql},
+    postgres::{self, PgServer},
     redis::{self, RedisServer},
     skipped,
     zookeeper::{self, ZkServer},
@@ -26,33 +27,58 @@ async fn listed(client: &LockClient, prefix: &str) -> Vec<(String, LockKind)> {
     found
 }
 
-/// Holds one name in three namespaces of a server of its own, one of which has no name.
+/// Holds one name of its own and one that all have in each of four namespaces of a server. Of two, one name is the beginning of the
+/// other's, and one has no name.
 async fn namespaces_are_apart(url: &str) {
+    const OF_ALL: &str = "of all";
     let clients = [
         client(url, "a").await,
         client(url, "a.b").await,
+        client(url, "ab").await,
         client(url, "").await,
     ];
-    let names = ["one", "two", "three"];
+    let names = ["one", "two", "three", "four"];
     let mut guards = Vec::new();
-    for (client, name) in clients.iter().zip(names) {
-        guards.push(client.lock(name).unwrap().acquire().await.unwrap());
-        if client.capabilities().permits {
-            guards.push(client.semaphore(name, 2).unwrap().acquire().await.unwrap());
+    for (client, own) in clients.iter().zip(names) {
+        for name in [own, OF_ALL] {
+            let lock = client.lock(name).unwrap();
+            let granted = lock.try_acquire().await.unwrap();
+            guards.push(granted.unwrap_or_else(|| panic!("{url}: another namespace has {name}")));
+            assert!(lock.try_acquire().await.unwrap().is_none(), "{url}: {name} twice");
+            if client.capabilities().permits {
+                guards.push(client.semaphore(name, 2).unwrap().acquire().await.unwrap());
+            }
         }
     }
-    for (client, name) in clients.iter().zip(names) {
-        let mut expected = vec![(name.to_owned(), LockKind::Lock)];
-        if client.capabilities().permits {
-            expected.push((name.to_owned(), LockKind::Semaphore));
-        }
-        assert_eq!(listed(client, "").await, expected, "{url}: {name}");
-        for other in names.iter().filter(|other| **other != name) {
-            assert_eq!(listed(client, other).await, [], "{url}: {other} of {name}");
+    for (client, own) in clients.iter().zip(names) {
+        let kinds = [LockKind::Lock, LockKind::Semaphore];
+        let kinds = &kinds[..if client.capabilities().permits { 2 } else { 1 }];
+        let mut expected: Vec<_> = [own, OF_ALL]
+            .iter()
+            .flat_map(|name| kinds.iter().map(|kind| ((*name).to_owned(), *kind)))
+            .collect();
+        expected.sort();
+        assert_eq!(listed(client, "").await, expected, "{url}: {own}");
+        for other in names.iter().filter(|other| **other != own) {
+            assert_eq!(listed(client, other).await, [], "{url}: {other} of {own}");
         }
     }
+    // Nobody releases another namespace's.
+    let mut held = guards.len();
     for guard in guards {
         guard.release().await.unwrap();
+        held -= 1;
+        let mut shown = 0;
+        for client in &clients {
+            for (name, kind) in listed(client, "").await {
+                let state = match kind {
+                    LockKind::Semaphore => client.inspect_semaphore(&name).await.unwrap(),
+                    LockKind::Lock => client.inspect(&name).await.unwrap(),
+                };
+                shown += state.holders.len();
+            }
+        }
+        assert_eq!(shown, held, "{url}");
     }
 }
 
@@ -104,4 +130,13 @@ async fn namespaces_in_a_database_are_apart() {
     for mode in ["for_update", "lease"] {
         namespaces_are_apart(&format!("{}?mode={mode}", server.url())).await;
     }
+}
+
+#[tokio::test]
+async fn namespaces_on_postgresql_are_apart() {
+    if skipped("postgres", postgres::missing()) {
+        return;
+    }
+    let server = PgServer::plain().unwrap();
+    namespaces_are_apart(&server.url()).await;
 }
