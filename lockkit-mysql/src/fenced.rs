@@ -95,10 +95,10 @@ impl FencedTable {
     /// value and not of an expression with the row's columns. It is called once for each statement: an update, an insert, and an update
     /// again if somebody has inserted the row in between. Each is one step of the server, so a lower token never overwrites a higher one.
     ///
-    /// In a transaction, the server may tell one of two who insert the same key at once that there is a deadlock.
-    ///
     /// # Errors
-    /// [`FencedError`] has the reason why the row was not written: that there is none is no reason here.
+    /// [`FencedError`] has the reason why the row was not written: that there is none is no reason here. The server may tell one of those who
+    /// insert the same key at once that there is a deadlock (1213), and has written nothing then. It has also rolled back the transaction, if
+    /// there was one. Do all of it again.
     ///
     /// # Cancel safety
     /// As [`update`](Self::update).

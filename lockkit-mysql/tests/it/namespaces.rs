@@ -408,9 +408,10 @@ async fn two_accounts(flavour: Flavour, mode: Mode) {
             // A row lock's waiter is counted by who may see its session.
             eventually("it waits", async || !waiting.is_finished()).await;
         }
+        // Those of the round before, in another database, are at their end.
         let sessions = admin
             .run(&format!(
-                "SELECT ID FROM information_schema.PROCESSLIST WHERE USER='{THEIRS}' ORDER BY ID LIMIT 1"
+                "SELECT ID FROM information_schema.PROCESSLIST WHERE USER='{THEIRS}' AND DB='{database}' ORDER BY ID LIMIT 1"
             ))
             .await;
         let session = &sessions[0][0];
