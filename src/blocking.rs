@@ -17,6 +17,10 @@
 //! let (tree, me) = (blocking::ReentrantLock::new(client.lock("tree")?), ReentrantOwner::new());
 //! let (outer, inner) = (tree.acquire(&me)?, tree.acquire(&me)?);
 //! assert_eq!(outer.token(), inner.token());
+//!
+//! let leadership = client.election("scheduler")?.candidate("me")?.campaign()?;
+//! assert!(leadership.is_held());
+//! leadership.resign()?;
 //! # Ok::<(), lockkit::Error>(())
 //! ```
 

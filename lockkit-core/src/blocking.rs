@@ -44,14 +44,19 @@
 //! # What differs from the async API
 //!
 //! - `guard.lost()` is [`wait_lost`](LockGuard::wait_lost), which takes a time-out, and [`lost_reason`](LockGuard::lost_reason).
-//! - There is no `run`, since nothing can stop a thread: call [`check`](LockGuard::check) between the steps of the work.
-//! - A wait is not cancelled from outside: give it a [`wait`](AcquireOptions::wait), or [`close`](LockClient::close) the client.
+//! - There is no `run`, since nothing can stop a thread: call [`check`](LockGuard::check) between the steps of the work. Nor does a loss
+//!   stop the work of [`lead`](Candidate::lead).
+//! - What is a stream there is an iterator here: [`LockList`] and [`Observer`].
+//! - A wait is not cancelled from outside: give it a [`wait`](AcquireOptions::wait), call
+//!   [`campaign_timeout`](Candidate::campaign_timeout) or [`next_timeout`](Observer::next_timeout), or [`close`](LockClient::close) the
+//!   client.
 //!
 //! # Before the process ends
 //!
 //! A process that ends does not wait for background threads. Release guards, or [`close`](LockClient::close) the
 //! client, before `main` returns. Otherwise a lock whose guard was just dropped may stay held until its lease ends.
 
+mod election;
 mod multi;
 mod reentrant;
 mod thread;
@@ -65,6 +70,7 @@ use tokio::{
 };
 
 pub use self::{
+    election::{Candidate, Election, Leadership, Observer},
     multi::{LockSet, acquire_all, try_acquire_all},
     reentrant::{ReentrantGuard, ReentrantLock},
 };
@@ -157,6 +163,15 @@ impl LockClient {
     /// [`Error::InvalidName`]; [`Error::InvalidOptions`] for zero permits.
     pub fn semaphore(&self, name: impl AsRef<str>, permits: u32) -> Result<Lock> {
         Ok(Lock::new(self.client.semaphore(name, permits)?, &self.host))
+    }
+
+    /// Returns the election of this name: candidates of which one leads, and observers. Does no I/O. As
+    /// [`crate::LockClient::election`].
+    ///
+    /// # Errors
+    /// [`Error::InvalidName`] for a name that is empty, longer than 1,007 bytes, or the name of an election's lock.
+    pub fn election(&self, name: impl AsRef<str>) -> Result<Election> {
+        Ok(Election::new(self.client.election(name)?, &self.host))
     }
 
     /// Goes on with a hold that was [detached](LockGuard::detach): as [`adopt`](crate::LockClient::adopt).
@@ -598,7 +613,8 @@ impl LockGuard {
         };
         let own = match guard {
             Inner::Own(guard) => guard,
-            nested @ Inner::Nested(_) => {
+            // Of a leadership, nobody has the guard itself.
+            nested @ (Inner::Nested(_) | Inner::Leading(_)) => {
                 let backend = host.client.info().name;
                 let error = Error::unsupported(backend, "a downgrade of a re-entrant hold");
                 return Err(DowngradeError::unchanged(error, again(nested)));

@@ -10,6 +10,8 @@ use std::{
 };
 
 use futures_util::stream::{self, Stream};
+#[cfg(feature = "blocking")]
+use tokio::time::timeout_at;
 use tokio::time::{Instant, sleep_until};
 
 use crate::{
@@ -320,18 +322,39 @@ impl Candidate {
             let leadership = self.campaign().await?;
             let began = Instant::now();
             let outcome = leadership.during(work(leadership.view())).await;
-            if outcome.is_some() {
-                self.resign(leadership).await;
-            } else {
-                tracing::info!(election = %self.lock.id(), candidate = %Shown(&self.id), "leads no more: lost");
-                drop(leadership);
-            }
-            if let Some(ControlFlow::Break(output)) = outcome {
+            if let Some(output) = self.end_term(leadership, began, outcome).await {
                 return Ok(output);
             }
-            // Without it, work that is done at once would go round as fast as the server answers.
-            sleep_until(began + LEAST_TERM).await;
         }
+    }
+
+    /// As [`campaign`](Self::campaign), for up to `wait`: for a thread, which has no future to drop.
+    #[cfg(feature = "blocking")]
+    pub(crate) async fn campaign_timeout(&self, wait: Duration) -> Result<Leadership> {
+        let guard = self.lock.acquire_timeout(wait).await?;
+        Ok(self.won(guard).await)
+    }
+
+    /// Ends a term: resigns, unless the leadership is lost. Returns the output of work that was the last, and otherwise waits for the
+    /// rest of the shortest term.
+    pub(crate) async fn end_term<T>(
+        &self,
+        leadership: Leadership,
+        began: Instant,
+        outcome: Option<ControlFlow<T>>,
+    ) -> Option<T> {
+        if leadership.is_held() {
+            self.resign(leadership).await;
+        } else {
+            tracing::info!(election = %self.lock.id(), candidate = %Shown(&self.id), "leads no more: lost");
+            drop(leadership);
+        }
+        if let Some(ControlFlow::Break(output)) = outcome {
+            return Some(output);
+        }
+        // Without it, work that is done at once would go round as fast as the server answers.
+        sleep_until(began + LEAST_TERM).await;
+        None
     }
 
     async fn won(&self, guard: LockGuard) -> Leadership {
@@ -495,6 +518,24 @@ impl Observer {
             self.pause().await?;
             if self.look().await? {
                 return Ok(self.leader.clone());
+            }
+        }
+    }
+
+    /// As [`next`](Self::next), for up to `wait`; `None` if there is no change by then. A look that is under way goes on: if it were
+    /// dropped, nothing would ever be seen of a server that takes longer than `wait` to answer.
+    #[cfg(feature = "blocking")]
+    pub(crate) async fn next_timeout(&mut self, wait: Duration) -> Option<Result<Option<Leader>>> {
+        let until = Instant::now() + wait;
+        loop {
+            if let Err(err) = timeout_at(until, self.pause()).await.ok()? {
+                return Some(Err(err));
+            }
+            match self.look().await {
+                Ok(false) if Instant::now() < until => {}
+                Ok(false) => return None,
+                Ok(true) => return Some(Ok(self.leader.clone())),
+                Err(err) => return Some(Err(err)),
             }
         }
     }

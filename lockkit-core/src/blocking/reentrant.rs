@@ -92,7 +92,7 @@ impl ReentrantGuard {
     pub fn hold_count(&self) -> usize {
         match &self.0.guard {
             Inner::Nested(guard) => guard.hold_count(),
-            Inner::Own(_) => 1,
+            Inner::Own(_) | Inner::Leading(_) => 1,
         }
     }
 
@@ -118,6 +118,7 @@ impl Deref for ReentrantGuard {
 pub(super) enum Inner {
     Own(crate::LockGuard),
     Nested(crate::ReentrantGuard),
+    Leading(Box<crate::Leadership>),
 }
 
 impl Inner {
@@ -125,6 +126,7 @@ impl Inner {
         match self {
             Self::Own(guard) => guard.release().await,
             Self::Nested(guard) => guard.release().await,
+            Self::Leading(leadership) => leadership.resign().await,
         }
     }
 }
@@ -136,6 +138,7 @@ impl Deref for Inner {
         match self {
             Self::Own(guard) => guard,
             Self::Nested(guard) => guard,
+            Self::Leading(leadership) => leadership,
         }
     }
 }

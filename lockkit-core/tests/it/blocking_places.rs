@@ -52,6 +52,20 @@ fn session() -> Result<()> {
     let outer = nested.acquire(&owner)?;
     nested.acquire(&owner)?.release()?;
     outer.release()?;
+    let election = client.election("jobs")?;
+    let mut observer = election.observe();
+    assert_eq!(observer.next().transpose()?, Some(None));
+    let leadership = election.candidate("me")?.campaign()?;
+    assert!(
+        election
+            .candidate("you")?
+            .campaign_timeout(20 * MS)
+            .unwrap_err()
+            .is_timeout()
+    );
+    let seen = observer.next_timeout(60 * SECOND).transpose()?.flatten();
+    assert_eq!(seen.map(|leader| leader.token), Some(leadership.token()));
+    leadership.resign()?;
     assert!(client.inspect("a")?.is_free());
     client.close(60 * SECOND)
 }

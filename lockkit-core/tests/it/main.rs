@@ -3,6 +3,8 @@
 #[cfg(feature = "blocking")]
 mod blocking;
 #[cfg(feature = "blocking")]
+mod blocking_election;
+#[cfg(feature = "blocking")]
 mod blocking_places;
 mod cancel;
 mod conformance;
