@@ -59,7 +59,7 @@ fn an_exclusive_hold_becomes_a_shared_one() {
 }
 
 #[test]
-fn every_call_of_the_async_api_has_its_like() {
+fn calls_do_what_their_async_likes_do() {
     let (_, client) = client();
     let client = client.with_defaults(AcquireOptions::new().label("me")).unwrap();
     let lock = client.lock("a").unwrap();

@@ -4,6 +4,7 @@
 mod blocking;
 #[cfg(feature = "blocking")]
 mod blocking_election;
+mod blocking_likes;
 #[cfg(feature = "blocking")]
 mod blocking_places;
 mod cancel;
