@@ -32,7 +32,8 @@ lockkit_core::spi::config! {
         ///
         /// Locks of different databases do not exclude each other.
         pub url: ServerUrl,
-        /// The directory of the Unix socket to use instead of the URL's host. Its name has the URL's port.
+        /// The directory of the Unix socket to use instead of the URL's host. Its name has the URL's port. It is not encrypted: an `sslmode`
+        /// that asks for more than [`SslMode::Prefer`] is refused.
         pub socket: Option<PathBuf> = None,
         /// A part of each key, which keeps apart applications that share the database. Of `[A-Za-z0-9._-]`, 64 bytes at most.
         pub namespace: String = BackendInfo::DEFAULT_NAMESPACE.into(),
@@ -81,7 +82,7 @@ pub enum SslMode {
     Prefer,
     /// Encryption without a check of the certificate. No protection against an active attacker.
     Require,
-    /// Encryption with a certificate that a trusted authority has issued, for whatever host.
+    /// Encryption with a certificate that a trusted authority has issued, for whatever host. Needs an `sslrootcert`.
     VerifyCa,
     /// Encryption with a certificate that a trusted authority has issued for this host.
     VerifyFull,
@@ -135,6 +136,11 @@ impl PostgresConfig {
             (SslMode::Disable | SslMode::Prefer, ..) if has_authorities => Some((
                 "sslrootcert",
                 "it has no effect without sslmode=require, verify-ca or verify-full",
+            )),
+            (SslMode::VerifyCa, ..) if !has_authorities => Some((
+                "sslrootcert",
+                "sslmode=verify-ca needs an authority of your own, since anybody has a certificate of a public one; name its file, or \
+                 use verify-full",
             )),
             (SslMode::Disable, true, _) => Some(("sslcert", "it has no effect with sslmode=disable")),
             (SslMode::Disable, _, true) => Some(("sslkey", "it has no effect with sslmode=disable")),
@@ -236,6 +242,11 @@ impl Target {
             .clone()
             .or_else(|| host.starts_with('/').then(|| PathBuf::from(&host)));
         let address = match directory {
+            Some(_) if !matches!(config.sslmode, SslMode::Disable | SslMode::Prefer) => {
+                let reason = "a Unix socket is not encrypted, so that its server proves nothing; leave it out, and see that only the \
+                              server can write to the socket's directory";
+                return Err(Error::invalid_option("sslmode", reason));
+            }
             Some(directory) => Address::Socket(directory.join(format!(".s.PGSQL.{port}"))),
             None => {
                 let address = server(&format!("{host}:{port}"), port).map_err(|reason| invalid(&reason))?;
@@ -339,7 +350,7 @@ mod tests {
     fn options_that_cannot_be_kept_are_refused() {
         let valid = PostgresConfig::new("postgres://host/db");
         assert!(valid.validate().is_ok());
-        let changes: [(&str, Change); 8] = [
+        let changes: [(&str, Change); 11] = [
             ("namespace", |config| config.namespace = "a:b".to_owned()),
             ("max_connections", |config| config.max_connections = 0),
             ("max_connections", |config| config.max_connections = 10_001),
@@ -377,6 +388,23 @@ mod tests {
                     config.sslkey = Some("cert.key".into());
                 },
             ),
+            (
+                if cfg!(feature = "tls") {
+                    "sslrootcert"
+                } else {
+                    "sslmode"
+                },
+                |config| config.sslmode = SslMode::VerifyCa,
+            ),
+            // Nobody proves anything at a socket.
+            ("sslmode", |config| {
+                config.sslmode = SslMode::VerifyFull;
+                config.socket = Some("/run/postgresql".into());
+            }),
+            ("sslmode", |config| {
+                config.sslmode = SslMode::Require;
+                config.url = "postgres://u:p@%2Frun%2Fpostgresql/app".into();
+            }),
         ];
         for (named, change) in changes {
             let mut config = valid.clone();
