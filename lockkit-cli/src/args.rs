@@ -79,7 +79,7 @@ pub(crate) struct Run {
     /// may
     #[arg(long)]
     pub(crate) foreground: bool,
-    /// Keep LOCKKIT_URL, which may have a password, out of the command's environment
+    /// Withhold the URL, which may have a password, from the command: LOCKKIT_URL is empty in its environment
     #[arg(long)]
     pub(crate) no_inherit_url: bool,
     /// The holder, as shown to those who inspect the lock [default: user@host:pid]

@@ -366,8 +366,11 @@ async fn run_under(
     command
         .env("LOCKKIT_NAME", args.name())
         .env("LOCKKIT_TOKEN", guard.token().to_string());
+    // A command that uses lockkit without a URL of its own locks at the same server, or not at all: elsewhere it would exclude nobody.
     if args.no_inherit_url {
-        command.env_remove("LOCKKIT_URL");
+        command.env("LOCKKIT_URL", "");
+    } else if let Some(url) = &args.server.url {
+        command.env("LOCKKIT_URL", url);
     }
     let place = Place::choose(args.foreground);
     // A client that is kept busy has no descriptor to give.

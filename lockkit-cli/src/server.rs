@@ -34,7 +34,11 @@ pub(crate) fn url(from_option: Option<&str>) -> Result<String, Failure> {
         return Ok(url.to_owned());
     }
     match env::var("LOCKKIT_URL") {
-        Ok(url) if !url.is_empty() => Ok(url),
+        Ok(url) if url.is_empty() => Err(Failure::new(
+            FAILED,
+            "LOCKKIT_URL is empty: it was withheld from this command, or never filled in; give --url, or unset it for your own directory",
+        )),
+        Ok(url) => Ok(url),
         Err(env::VarError::NotUnicode(_)) => Err(Failure::new(FAILED, "LOCKKIT_URL is not UTF-8")),
         _ => own_directory(),
     }

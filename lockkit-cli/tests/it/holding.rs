@@ -133,9 +133,33 @@ fn the_servers_url_can_be_kept_from_the_command() {
     let site = Site::new();
     let script = "echo ${LOCKKIT_URL-none}";
     let (status, output, _) = outcome(&mut site.run(&["--no-inherit-url"], script));
-    assert_eq!((status, output.as_str()), (0, "none\n"));
+    assert_eq!((status, output.as_str()), (0, "\n"));
     let (status, output, _) = outcome(&mut site.run(&[], script));
     assert_eq!((status, output.trim()), (0, site.url.as_str()));
+}
+
+/// It would be granted elsewhere what is held here.
+#[test]
+fn a_lockkit_within_a_command_locks_at_the_same_server() {
+    let (site, other) = (Site::new(), Site::new());
+    let within = format!("{} run --try job -- true", env!("CARGO_BIN_EXE_lockkit"));
+    let run = |options: &[&str]| {
+        let arguments = [&["run"], options, &["job", "--", "sh", "-c", &within]].concat();
+        outcome(&mut other.lockkit(&arguments))
+    };
+    let (status, _, complaint) = run(&["--url", &site.url]);
+    assert_eq!(status, 124, "{complaint}");
+    for options in [
+        &["--no-inherit-url"][..],
+        &["--no-inherit-url", "--url", &site.url],
+    ] {
+        let (status, _, complaint) = run(options);
+        assert_eq!(status, 125, "{complaint}");
+        assert!(
+            complaint.contains("LOCKKIT_URL is empty") && complaint.contains("give --url"),
+            "{complaint}"
+        );
+    }
 }
 
 #[test]
