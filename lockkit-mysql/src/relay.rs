@@ -183,7 +183,7 @@ impl Route {
         if self.encryption.is_some() {
             if !greeting.offers_tls() {
                 return Err(End::Refused(
-                    "the server does not speak TLS; configure it there, or leave out `tls`".to_owned(),
+                    "the server does not speak TLS; configure it there".to_owned(),
                 ));
             }
             greeting.name_no_sha256();
