@@ -52,6 +52,10 @@ const OF_TERMINAL: [Signal; 6] = [
     Signal::WINCH,
 ];
 
+/// Signals that end, stop or continue all of the command, also what has a process group of its own, as below `timeout` or in a shell that
+/// controls jobs. The others are left to whoever made that group, so that they come once.
+const TO_ALL: [Signal; 4] = [Signal::TERM, Signal::KILL, Signal::STOP, Signal::CONT];
+
 /// The place of the command: whose process group and terminal it has.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Place {
@@ -185,6 +189,8 @@ impl Child {
     fn send(&self, signal: Signal) {
         // What can fail is signalling a process of another user (a set-user-ID command), which is not ours to end.
         let is_apart = self.place == Place::Apart;
+        let members = || self.members().unwrap_or_default().unwrap_or_default();
+        let before = members();
         if is_apart {
             let _ = kill_process_group(self.pid, signal);
         }
@@ -193,9 +199,14 @@ impl Child {
         if !self.reaped && !was_sent_it {
             let _ = kill_process(self.pid, signal);
         }
-        for member in self.members().unwrap_or_default().unwrap_or_default() {
-            let was_sent_it = member.pid == self.pid || is_apart && member.group == self.pid;
-            if !was_sent_it {
+        // Those before are out of sight now if they have lost the parent by whom they are found, and others may have left the group.
+        let now = members();
+        let is_seen_now = |member: &&Relative| now.iter().any(|seen| seen.pid == member.pid);
+        let lost_sight_of = before.iter().filter(|member| !is_seen_now(member));
+        for member in lost_sight_of.chain(&now) {
+            let is_meant = TO_ALL.contains(&signal) || member.shares_group || member.group == Some(self.pid);
+            let was_sent_it = member.pid == self.pid || is_apart && member.group == Some(self.pid);
+            if is_meant && !was_sent_it {
                 member.signal(signal);
             }
         }
@@ -214,24 +225,19 @@ impl Child {
         let deadline = Instant::now() + within;
         let mut seen_none = false;
         loop {
-            // With the command itself reaped, what it left behind is all that can be waited for.
-            for group in self.groups() {
-                while let Ok(Some(_)) = waitpgid(group, WaitOptions::NOHANG) {}
-            }
             let members = self.members();
             for member in members.iter().flatten().flatten() {
                 member.signal(Signal::KILL);
             }
-            let has_group = self.place == Place::Apart && test_kill_process_group(self.pid).is_ok();
-            // The group is there for as long as nobody has reaped the last of it, and whoever has to may be of another session.
             let none = match members {
                 Ok(Some(members)) => members.is_empty(),
-                Ok(None) => !has_group,
+                Ok(None) => !self.has_group(),
                 Err(_) => false,
             };
-            let seen_before = std::mem::replace(&mut seen_none, none);
-            let gone = none && (seen_before || !has_group);
+            // One may be overlooked while its parent ends, but not twice.
+            let gone = std::mem::replace(&mut seen_none, none) && none;
             if gone || Instant::now() >= deadline {
+                family::reap_orphans(self.pid);
                 return Ok((status, gone));
             }
             sleep(LOOK_KILLED).await;
@@ -246,24 +252,24 @@ impl Child {
         Ok(ExitStatus::from_raw(status.as_raw()))
     }
 
-    /// The processes of the command, itself included, but for those that have a group of their own. `None` where the
+    /// The processes of the command, itself included, but for those that have a session of their own. `None` where the
     /// system does not tell.
     fn members(&self) -> io::Result<Option<Vec<Relative>>> {
-        let groups = self.groups();
         let mut relatives = family::relatives()?;
         if let Some(relatives) = &mut relatives {
-            relatives.retain(|relative| groups.contains(&relative.group));
+            // If the command itself has made a session, that has its id.
+            relatives.retain(|it| it.shares_session || it.session == Some(self.pid));
         }
         Ok(relatives)
     }
 
-    /// The group that the command was given, and this process's own, which it may have gone to.
-    fn groups(&self) -> [Pid; 2] {
-        let given = match self.place {
-            Place::Apart => self.pid,
-            Place::Foreground { .. } => getpgrp(),
-        };
-        [given, getpgrp()]
+    /// Returns whether there is anybody in the group that the command was given, once it has been reaped itself.
+    fn has_group(&self) -> bool {
+        if self.place != Place::Apart {
+            return false;
+        }
+        while let Ok(Some(_)) = waitpgid(self.pid, WaitOptions::NOHANG) {}
+        test_kill_process_group(self.pid).is_ok()
     }
 }
 

@@ -6,7 +6,7 @@
 
 use std::{
     ffi::OsString,
-    fs::{self, File, OpenOptions},
+    fs::{File, OpenOptions},
     io::{self, PipeReader, PipeWriter, Read, Write},
     os::{fd::AsRawFd, unix::process::CommandExt},
     process::{self, Stdio},
@@ -22,6 +22,7 @@ use tokio::signal::unix::{self, SignalKind};
 use crate::{
     args::Exec,
     failure::{FAILED, Failure, NOT_EXECUTABLE, NOT_FOUND, cannot_start},
+    family::proc_is_of_this,
 };
 
 /// The hidden subcommand.
@@ -172,11 +173,6 @@ fn children_can_open_what_this_has() -> bool {
 /// Returns whether this is the parent, and `/proc` that of its processes: else its name there may be a stranger's.
 fn is_child_of(parent: i32) -> bool {
     proc_is_of_this() && getppid().is_some_and(|now| now.as_raw_nonzero().get() == parent)
-}
-
-/// Returns whether `/proc` has this process under the id that it knows.
-fn proc_is_of_this() -> bool {
-    fs::read_link("/proc/self").is_ok_and(|own| own.as_os_str() == process::id().to_string().as_str())
 }
 
 /// If there is somebody to `tell`, it hears right before the command begins.

@@ -3,7 +3,7 @@
 //! On Linux this process adopts what its command leaves behind, as init would: so nothing of it gets out of sight, and
 //! what has ended is reaped although this process may be the only one there is to do so.
 
-use std::io;
+use std::{fs, io, process};
 
 use rustix::process::{Pid, Signal};
 
@@ -11,7 +11,18 @@ use rustix::process::{Pid, Signal};
 #[derive(Debug)]
 pub(crate) struct Relative {
     pub(crate) pid: Pid,
-    pub(crate) group: Pid,
+    /// `None` if it began outside of this process's namespace, as does the session.
+    pub(crate) group: Option<Pid>,
+    pub(crate) session: Option<Pid>,
+    pub(crate) shares_group: bool,
+    pub(crate) shares_session: bool,
+    #[cfg(target_os = "linux")]
+    began: u64,
+}
+
+/// Returns whether `/proc` has this process under the id that it knows: else what is there are strangers.
+pub(crate) fn proc_is_of_this() -> bool {
+    fs::read_link("/proc/self").is_ok_and(|own| own.as_os_str() == process::id().to_string().as_str())
 }
 
 /// From now on, descendants whose parents end become children of this process.
@@ -56,8 +67,13 @@ pub(crate) fn reap_orphans(but: Pid) {
 pub(crate) fn relatives() -> io::Result<Option<Vec<Relative>>> {
     #[cfg(target_os = "linux")]
     {
-        let processes = linux::with_room(linux::processes)?;
-        let mut family = std::collections::HashSet::from([rustix::process::getpid()]);
+        if !proc_is_of_this() {
+            return Ok(None);
+        }
+        let me = rustix::process::getpid();
+        let (processes, own) = linux::with_room(|| Ok((linux::processes()?, linux::process(me)?)))?;
+        let Some(own) = own else { return Ok(None) };
+        let mut family = std::collections::HashSet::from([me]);
         // A child may come before its parent, since ids are used again.
         loop {
             let known = family.len();
@@ -70,13 +86,17 @@ pub(crate) fn relatives() -> io::Result<Option<Vec<Relative>>> {
                 break;
             }
         }
-        family.remove(&rustix::process::getpid());
+        family.remove(&me);
         let relatives = processes
             .into_iter()
             .filter(|process| family.contains(&process.pid) && !process.has_ended)
             .map(|process| Relative {
                 pid: process.pid,
                 group: process.group,
+                session: process.session,
+                shares_group: process.group == own.group,
+                shares_session: process.session == own.session,
+                began: process.began,
             });
         Ok(Some(relatives.collect()))
     }
@@ -94,8 +114,10 @@ impl Relative {
             // It can only fail for one that has gone, or that is not ours to end.
             let _ = linux::with_room(|| {
                 let handle = pidfd_open(self.pid, PidfdFlags::empty())?;
-                // What the handle is of is still what was seen if that is still in the same group.
-                if linux::process(self.pid)?.is_some_and(|now| now.group == self.group) {
+                // What the handle is of is what was seen if that began at the same time. It may have gone to another group since, and to a
+                // session of its own.
+                let is_it = |now: linux::Process| now.began == self.began && now.session == self.session;
+                if linux::process(self.pid)?.is_some_and(is_it) {
                     pidfd_send_signal(handle, signal)?;
                 }
                 Ok(())
@@ -154,7 +176,11 @@ mod linux {
     pub(super) struct Process {
         pub(super) pid: Pid,
         pub(super) parent: Option<Pid>,
-        pub(super) group: Pid,
+        /// `None` if it is of another namespace, as is the session.
+        pub(super) group: Option<Pid>,
+        pub(super) session: Option<Pid>,
+        /// In ticks since the system began.
+        pub(super) began: u64,
         pub(super) has_ended: bool,
     }
 
@@ -176,20 +202,22 @@ mod linux {
         }
     }
 
-    /// Parses what the system says of a process. `None` if its group is not in sight, which is of another namespace, or gone:
-    /// a process that is just being reaped has the group -1.
+    /// Parses what the system says of a process. `None` if it is just being reaped: it has the group -1.
     fn parse(pid: Pid, stat: &str) -> Option<Process> {
         // The program's name, in parentheses before it, may have anything in it.
         let mut fields = stat.rsplit_once(") ")?.1.split(' ');
         let state = fields.next()?;
         let mut id = || {
-            let id = fields.next()?.parse().ok()?;
-            if id > 0 { Pid::from_raw(id) } else { None }
+            let id: i32 = fields.next()?.parse().ok()?;
+            // None in sight is 0.
+            (id >= 0).then(|| Pid::from_raw(id))
         };
         Some(Process {
             pid,
-            parent: id(),
+            parent: id()?,
             group: id()?,
+            session: id()?,
+            began: fields.nth(15)?.parse().ok()?,
             has_ended: matches!(state, "Z" | "X" | "x"),
         })
     }
@@ -198,23 +226,44 @@ mod linux {
     mod tests {
         use super::*;
 
-        fn parsed(stat: &str) -> Option<(Option<i32>, i32, bool)> {
-            let process = parse(Pid::INIT, stat)?;
-            let raw = |pid: Pid| pid.as_raw_nonzero().get();
-            Some((process.parent.map(raw), raw(process.group), process.has_ended))
+        const REST: &str = "0 -1 4194304 0 0 0 0 0 0 0 0 20 0 1 0 8128 0 0";
+
+        /// Its parent, group, session and beginning, and whether it has ended.
+        fn parsed(stat: &str) -> Option<([i32; 3], u64, bool)> {
+            let Process {
+                parent,
+                group,
+                session,
+                began,
+                has_ended,
+                ..
+            } = parse(Pid::INIT, &format!("{stat} {REST}"))?;
+            let ids = [parent, group, session].map(|id| id.map_or(0, |id| id.as_raw_nonzero().get()));
+            Some((ids, began, has_ended))
         }
 
         #[test]
         fn the_name_of_a_program_may_look_like_fields() {
-            let stat = "7 (a) Z 1 2 (b) S 3 4 5 0 -1 4194304";
-            assert_eq!(parsed(stat), Some((Some(3), 4, false)));
-            assert_eq!(parsed("7 (sh) Z 3 4 5 0 -1"), Some((Some(3), 4, true)));
+            assert_eq!(parsed("7 (a) Z 1 2 (b) S 3 4 5"), Some(([3, 4, 5], 8128, false)));
+            assert_eq!(parsed("7 (sh) Z 3 4 5"), Some(([3, 4, 5], 8128, true)));
         }
 
         #[test]
         fn a_process_that_is_being_reaped_is_not_there() {
-            assert_eq!(parsed("7 (sleep) X 0 -1 -1 0 -1 4227084"), None);
-            assert_eq!(parsed("7 (sh) S 0 0 0 0 -1"), None, "of another namespace");
+            assert_eq!(parsed("7 (sleep) X 0 -1 -1"), None);
+            let of_another_namespace = parsed("7 (sh) S 0 0 0");
+            assert_eq!(of_another_namespace, Some(([0, 0, 0], 8128, false)));
+        }
+
+        /// As far as the system says it in other ways.
+        #[test]
+        fn this_process_is_what_the_system_says_it_is() {
+            let me = rustix::process::getpid();
+            let own = process(me).unwrap().unwrap();
+            assert_eq!(own.parent, rustix::process::getppid());
+            assert_eq!(own.group, rustix::process::getpgid(None).ok());
+            assert_eq!(own.session, rustix::process::getsid(None).ok());
+            assert!(own.began > 0);
         }
     }
 }

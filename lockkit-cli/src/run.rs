@@ -855,6 +855,33 @@ mod tests {
         });
     }
 
+    /// As below `timeout`, which goes on when the command exits.
+    #[cfg(target_os = "linux")]
+    #[test]
+    fn a_process_group_of_its_own_gets_term_and_then_kill() {
+        alone(async {
+            for place in [Place::Apart, Place::Foreground { at_terminal: false }] {
+                let dir = tempfile::tempdir().unwrap();
+                let [pid, log] = ["pid", "log"].map(|file| dir.path().join(file));
+                let worker = format!(
+                    "trap 'echo TERM >{}' TERM; echo \\$\\$ >{}; while :; do sleep 0.01; done",
+                    log.display(),
+                    pid.display()
+                );
+                let script = format!(
+                    "timeout 60 sh -c \"{worker}\" >/dev/null 2>&1 & trap 'exit 0' TERM; while :; do sleep 0.01; done"
+                );
+                let hang = |memory: &MemoryBackend| memory.delay(FaultPoint::Renew, Duration::from_mins(1));
+                let ended = under(place, &script, hang).await;
+                ended.was_stopped_between(Duration::ZERO, TTL / 16);
+                assert_eq!(std::fs::read_to_string(log).unwrap(), "TERM\n", "{place:?}");
+                let pid = std::fs::read_to_string(pid).unwrap();
+                let there = std::path::Path::new("/proc").join(pid.trim()).exists();
+                assert!(!there, "{place:?}");
+            }
+        });
+    }
+
     /// Its parent has gone to a session of its own, and does not reap it.
     #[cfg(target_os = "linux")]
     #[test]

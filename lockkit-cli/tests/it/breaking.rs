@@ -7,7 +7,7 @@ use std::{
 
 use lockkit_testbed::redis::{self, RedisServer};
 
-use crate::tool::{Running, Site, gone, outcome};
+use crate::tool::{Running, Site, gone, group, has_ended, outcome};
 
 /// A holder that says its token and then does what the script says.
 fn holder(site: &Site, script: &str) -> (Running, String) {
@@ -38,6 +38,22 @@ fn a_command_that_is_asked_for_ends_in_its_own_time() {
         "{complaint}"
     );
     assert_eq!(outcome(&mut site.run(&["--try"], "exit 0")).0, 0);
+}
+
+/// It has a process group of its own, and outlives the script by itself.
+#[test]
+fn what_runs_below_timeout_ends_before_the_lock_is_free() {
+    let site = Site::new();
+    let worker = "trap 'sleep 0.5; exit 0' TERM; echo $$; while :; do sleep 0.01; done";
+    let script = format!("timeout 60 sh -c \"{}\"; true", worker.replace('$', "\\$"));
+    let (mut holder, token) = holder(&site, &script);
+    let worker = holder.line().parse().unwrap();
+    assert_ne!(group(worker), group(holder.pid()));
+    let (status, said, complaint) = outcome(&mut site.lockkit(&["break", "job", "--token", &token]));
+    has_ended(worker, "when the lock was free");
+    assert_eq!((status, &*said, &*complaint), (0, "", ""));
+    let (status, complaint) = holder.end();
+    assert_eq!(status.code(), Some(123), "{complaint}");
 }
 
 #[test]

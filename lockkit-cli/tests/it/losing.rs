@@ -2,13 +2,17 @@
 
 use std::{
     fs,
+    path::PathBuf,
     time::{Duration, Instant},
 };
 
 use lockkit_conformance::stall::Stopwatch;
 use rustix::process::Signal;
 
-use crate::tool::{Site, gone, lockkit, outcome};
+use crate::tool::{
+    IN_A_GROUP, Running, Site, eventually, gone, group, has_ended, lockkit, outcome, session, signal_to,
+    state,
+};
 
 #[test]
 fn a_deleted_lock_file_is_a_lost_lock() {
@@ -47,7 +51,7 @@ fn a_command_that_joins_lockkits_group_ends_with_the_lock() {
         let mut holder = site.running(&[], script);
         let family = [(); 2].map(|()| holder.line().parse::<i32>().unwrap());
         for process in family {
-            assert_eq!(crate::tool::group(process), crate::tool::group(holder.pid()));
+            assert_eq!(group(process), group(holder.pid()));
         }
         (holder, family)
     };
@@ -65,6 +69,77 @@ fn a_command_that_joins_lockkits_group_ends_with_the_lock() {
     family.into_iter().for_each(gone);
 }
 
+/// As `timeout` does, which may be the command itself, and a shell that controls jobs.
+#[test]
+fn what_has_a_process_group_of_its_own_ends_with_the_lock() {
+    let site = Site::new();
+    let stubborn = "trap '' TERM; echo up; echo $$; sleep 60 & echo $!; wait; wait";
+    let within = format!(
+        "{IN_A_GROUP} sh -c \"{}\" & wait; wait",
+        stubborn.replace('$', "\\$")
+    );
+    let commands: [&[&str]; 4] = [
+        &["--foreground", "job", "--", "timeout", "60", "sh", "-c", stubborn],
+        &["--foreground", "job", "--", "sh", "-c", &within],
+        &["job", "--", "sh", "-c", &within],
+        // A session, too.
+        &["--foreground", "job", "--", "setsid", "sh", "-c", stubborn],
+    ];
+    for command in commands {
+        let mut holder = Running::spawn(&mut site.lockkit(&[&["run"], command].concat()));
+        assert_eq!(holder.line(), "up");
+        let family = [(); 2].map(|()| holder.line().parse::<i32>().unwrap());
+        for process in family {
+            assert_ne!(group(process), group(holder.pid()));
+        }
+        for file in site.lock_files() {
+            fs::remove_file(file).unwrap();
+        }
+        let status = holder.status();
+        for process in family {
+            has_ended(process, &format!("when lockkit had ended: {command:?}"));
+        }
+        assert_eq!(status.code(), Some(123), "{command:?}");
+    }
+}
+
+/// The inner one is killed, and has no time to end what its command has started.
+#[test]
+fn what_runs_under_a_lockkit_within_ends_with_the_lock() {
+    let site = Site::new();
+    let inner = env!("CARGO_BIN_EXE_lockkit");
+    let script = format!(
+        "exec {inner} run inner -- sh -c 'trap \"\" TERM; echo up; echo $$; sleep 60 & echo $!; wait; wait'"
+    );
+    let mut holder = site.running(&[], &script);
+    let family = [(); 2].map(|()| holder.line().parse::<i32>().unwrap());
+    let of_outer = |file: &PathBuf| !file.to_string_lossy().contains("inner");
+    for file in site.lock_files().into_iter().filter(of_outer) {
+        fs::remove_file(file).unwrap();
+    }
+    let status = holder.status();
+    for process in family {
+        has_ended(process, "when lockkit had ended");
+    }
+    assert_eq!(status.code(), Some(123));
+}
+
+/// As daemons do.
+#[test]
+fn what_has_a_session_of_its_own_outlives_the_lock() {
+    let site = Site::new();
+    let mut holder = site.running(&[], "setsid sleep 60 >/dev/null 2>&1 & echo up; echo $!; wait");
+    let daemon = holder.line().parse().unwrap();
+    eventually("it has a session", || (session(daemon) == daemon).then_some(()));
+    for file in site.lock_files() {
+        fs::remove_file(file).unwrap();
+    }
+    let (status, complaint) = holder.end();
+    assert_eq!(status.code(), Some(123), "{complaint}");
+    assert!(state(daemon).is_some_and(|state| state != 'Z'), "it has ended");
+    signal_to(daemon, Signal::KILL);
+}
+
 /// The memory backend is the one here with a lease.
 #[test]
 fn a_lease_that_expired_while_lockkit_stood_still_is_lost() {
@@ -72,7 +147,7 @@ fn a_lease_that_expired_while_lockkit_stood_still_is_lost() {
     let mut run = lockkit(&[
         "run", "--url", "memory:", "--ttl", "3s", "job", "--", "sh", "-c", script,
     ]);
-    let mut holder = crate::tool::Running::spawn(&mut run);
+    let mut holder = Running::spawn(&mut run);
     assert_eq!(holder.line(), "up");
     let command = holder.line().parse().unwrap();
     holder.signal(Signal::STOP);

@@ -4,7 +4,7 @@ use std::{fs, os::unix::fs::PermissionsExt, process::Command, time::Duration};
 
 use rustix::process::Signal;
 
-use crate::tool::{Running, Site, in_this_process, outcome};
+use crate::tool::{IN_A_GROUP, Running, Site, in_this_process, outcome};
 
 #[test]
 fn the_exit_status_is_the_commands() {
@@ -91,6 +91,36 @@ fn what_the_command_starts_gets_the_signals_too() {
     holder.signal(Signal::TERM);
     assert_eq!(holder.end().0.code(), Some(143));
     crate::tool::gone(grandchild);
+}
+
+/// TERM and stops reach what has a process group of its own. The others are for whoever made that group.
+#[test]
+fn a_process_group_of_its_own_is_ended_and_stopped_too() {
+    let site = Site::new();
+    let worker =
+        "trap 'echo got USR1' USR1; trap 'echo got TERM; exit 0' TERM; echo $$; while :; do sleep 0.01; done";
+    let script = format!(
+        "exec 2>/dev/null; trap 'echo USR1' USR1; trap 'exit 5' TERM; echo up; {IN_A_GROUP} sh -c \"{}\" & while :; do sleep 0.01; done",
+        worker.replace('$', "\\$")
+    );
+    let mut holder = site.running(&[], &script);
+    let worker = holder.line().parse().unwrap();
+    holder.signal(Signal::TSTP);
+    for wanted in [true, false] {
+        crate::tool::eventually("both are stopped, or go on", || {
+            let is_stopped = |pid| crate::tool::state(pid) == Some('T');
+            [worker, holder.pid()]
+                .into_iter()
+                .all(|pid| is_stopped(pid) == wanted)
+                .then_some(())
+        });
+        holder.signal(Signal::CONT);
+    }
+    holder.signal(Signal::USR1);
+    assert_eq!(holder.line(), "USR1");
+    holder.signal(Signal::TERM);
+    assert_eq!(holder.line(), "got TERM", "and not USR1 before");
+    assert_eq!(holder.end().0.code(), Some(5));
 }
 
 #[test]

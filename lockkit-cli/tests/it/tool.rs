@@ -8,11 +8,14 @@ use std::{
     time::{Duration, Instant},
 };
 
-use rustix::process::{Pid, Signal, getpgid, kill_process};
+use rustix::process::{Pid, Signal, getpgid, getsid, kill_process};
 use tempfile::TempDir;
 
 /// Longer than anything takes that is not measured, on a busy machine.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(20);
+
+/// In a script, before a command that is to have a process group of its own.
+pub(crate) const IN_A_GROUP: &str = "perl -e 'setpgrp(0, 0); exec @ARGV'";
 
 /// A lock server of a test's own, and a place for its files.
 pub(crate) struct Site {
@@ -192,6 +195,13 @@ pub(crate) fn gone(pid: i32) {
     });
 }
 
+/// There is no such process any more, at once.
+#[cfg(target_os = "linux")]
+pub(crate) fn has_ended(pid: i32, when: &str) {
+    let state = state(pid);
+    assert!(state.is_none_or(|state| state == 'Z'), "{state:?} {when}");
+}
+
 /// The state of a process, as `ps` shows it.
 #[cfg(target_os = "linux")]
 pub(crate) fn state(pid: i32) -> Option<char> {
@@ -220,6 +230,11 @@ fn stat(pid: i32, field: usize) -> Option<String> {
 pub(crate) fn group(pid: i32) -> i32 {
     let group = getpgid(Pid::from_raw(pid)).unwrap();
     group.as_raw_nonzero().get()
+}
+
+pub(crate) fn session(pid: i32) -> i32 {
+    let session = getsid(Pid::from_raw(pid)).unwrap();
+    session.as_raw_nonzero().get()
 }
 
 /// Returns whether the process has a handler for the signal.
