@@ -46,8 +46,11 @@ const MOST_REASONS: usize = 16;
 /// unless the system is stuck.
 const KILLED_WITHIN: Duration = Duration::from_secs(5);
 
-/// The time that the server gets to take note that this client has gone: the way to one at the other end of the world and back.
+/// The time that the server gets to take note that this client has gone: the way to one at the other end of the world and back. At the end
+/// of a wait, the last question is part of it.
 const LEAVE_WITHIN: Duration = Duration::from_millis(400);
+/// The part of it that is kept for leaving.
+const LEAVE_AT_LEAST: Duration = Duration::from_millis(100);
 /// The time that a call of the client gets beyond the bound that it has itself.
 const GRACE: Duration = Duration::from_secs(1);
 
@@ -130,22 +133,35 @@ async fn run_beside(handle: Handle, args: Run) -> Result<u8, Failure> {
         })
     };
     let acquired = async { acquired.await?.and_then(Unused::take) };
+    let mut waited_until = until;
     let status = match signals.unless_ended(acquired).await {
         Ok(Ok(guard)) => {
+            waited_until = None;
             let tied = exec::tied_to_this_process(&args.command, ignores_children, args.at_least.is_some());
             run_under(guard, &args, tied, max_hold, &clients, &mut signals).await
         }
         Ok(Err(failure)) => Err(failure),
         Err(signal) => Ok(status_of_signal(signal)),
     };
+    let leave_by = leave_by(waited_until, Instant::now());
     // What has been granted meanwhile is released before the client is closed.
-    let _ = timeout(LEAVE_WITHIN, acquiring.shutdown()).await;
+    let _ = timeout_at(leave_by, acquiring.shutdown()).await;
     // The last word does not wait for a server that may be away.
     let status = status.unwrap_or_else(Failure::report);
     // What a release that was not confirmed leaves behind ends with its lease, and `run_under` has said so.
-    let close = clients.run(None, "close", async move { client.close(LEAVE_WITHIN).await });
-    let _ = timeout(LEAVE_WITHIN, close).await;
+    let left = leave_by.saturating_duration_since(Instant::now());
+    let close = clients.run(None, "close", async move { client.close(left).await });
+    let _ = timeout_at(leave_by, close).await;
     Ok(status)
+}
+
+/// Returns when this process leaves the server, also if that has not taken note: soon, and if its user has waited for the lock, by the
+/// time that is promised for the end of the wait.
+fn leave_by(waited_until: Option<Instant>, now: Instant) -> Instant {
+    let soon = now + LEAVE_WITHIN;
+    waited_until.map_or(soon, |until| {
+        (until + LEAVE_WITHIN).clamp(now + LEAVE_AT_LEAST, soon)
+    })
 }
 
 /// The threads that the client lives on.
@@ -320,7 +336,15 @@ async fn acquire(
         let Some(wait) = wait else {
             return Ok(lock.acquire().await?);
         };
-        return lock.acquire_timeout(wait).await.map_err(|error| match error {
+        // What the client would allow for its last question and for leaving the queue may be more than is promised.
+        let most = wait.saturating_add(LEAVE_WITHIN.saturating_sub(LEAVE_AT_LEAST));
+        let Ok(acquired) = timeout(most, lock.acquire_timeout(wait)).await else {
+            let (backend, name) = (client.info().name, args.name());
+            let why =
+                format!("{backend}: acquire failed for lock `{name}`: no answer in time from the server");
+            return Err(Failure::new(FAILED, why));
+        };
+        return acquired.map_err(|error| match error {
             Error::Timeout {
                 backend,
                 name,
@@ -880,6 +904,20 @@ mod tests {
                 assert!(!there, "{place:?}");
             }
         });
+    }
+
+    #[test]
+    fn the_end_of_a_wait_is_part_of_the_time_to_leave() {
+        let ms = Duration::from_millis;
+        let now = Instant::now() + ms(10_000);
+        assert_eq!(leave_by(None, now), now + ms(400));
+        assert_eq!(
+            leave_by(Some(now + ms(5_000)), now),
+            now + ms(400),
+            "it is not over"
+        );
+        assert_eq!(leave_by(Some(now - ms(150)), now), now + ms(250));
+        assert_eq!(leave_by(Some(now - ms(5_000)), now), now + ms(100));
     }
 
     /// Its parent has gone to a session of its own, and does not reap it.

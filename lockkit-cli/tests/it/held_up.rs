@@ -3,25 +3,31 @@
 use std::{
     io::{self, PipeReader, PipeWriter, Read, Write},
     net::{SocketAddr, TcpListener, TcpStream},
+    process::Command,
     sync::{
         Arc,
-        atomic::{AtomicBool, Ordering},
+        atomic::{AtomicBool, AtomicU32, Ordering},
     },
     thread,
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use lockkit_conformance::stall::Stopwatch;
 use lockkit_testbed::{
     Lateness,
+    etcd::{self, EtcdServer},
+    mysql::{Flavour, MySql},
+    postgres::{self, PgServer},
     redis::{self, RedisServer},
+    skipped,
+    zookeeper::{self, ZkServer},
 };
 use rustix::{
     fs::{OFlags, fcntl_setfl},
     process::Signal,
 };
 
-use crate::tool::{Running, Site, gone, lockkit};
+use crate::tool::{Running, Site, catches, eventually, gone, lockkit, outcome};
 
 const TTL: Duration = Duration::from_secs(4);
 /// For a busy machine.
@@ -35,7 +41,7 @@ fn much(beside: &Lateness) -> Duration {
 }
 
 fn server() -> Option<RedisServer> {
-    if lockkit_testbed::skipped("redis", redis::missing()) {
+    if skipped("redis", redis::missing()) {
         return None;
     }
     Some(RedisServer::plain().expect("a Redis server"))
@@ -162,13 +168,13 @@ fn the_last_word_does_not_wait_for_a_silent_server() {
         Running::spawn(&mut lockkit(&arguments))
     };
     let mut patient = waiting(&[]);
-    crate::tool::eventually("it waits", || {
-        let shown = crate::tool::outcome(&mut lockkit(&["inspect", "--url", &url, "job"])).1;
+    eventually("it waits", || {
+        let shown = outcome(&mut lockkit(&["inspect", "--url", &url, "job"])).1;
         shown.contains("1 waiting").then_some(())
     });
     let mut impatient = waiting(&["--wait", "2s"]);
-    crate::tool::eventually("it waits too", || {
-        let shown = crate::tool::outcome(&mut lockkit(&["inspect", "--url", &url, "job"])).1;
+    eventually("it waits too", || {
+        let shown = outcome(&mut lockkit(&["inspect", "--url", &url, "job"])).1;
         shown.contains("2 waiting").then_some(())
     });
     server.pause().unwrap();
@@ -193,4 +199,196 @@ fn the_last_word_does_not_wait_for_a_silent_server() {
         took < allowed,
         "an unanswered release took {took:?}, at most {allowed:?}"
     );
+}
+
+/// Where a wait of three seconds has to be over, and one that a signal ends: 0.4 s are promised after either, and a tenth is for the
+/// process's own beginning and end.
+const WAIT_BAR: Duration = Duration::from_millis(3_500);
+const SIGNAL_BAR: Duration = Duration::from_millis(500);
+/// The attempts that a busy machine may make void.
+const TRIES: u32 = 6;
+
+/// Measures how long it takes to `end` what was begun, beside a process that sleeps for nearly as long. If both are late, that is void.
+fn in_time<T>(what: &str, bar: Duration, begin: impl Fn() -> T, end: impl Fn(T), after: impl Fn()) {
+    for _ in 0..TRIES {
+        let under_way = begin();
+        let sleep = thread::spawn(move || {
+            let length = bar.saturating_sub(Duration::from_millis(100));
+            let clock = Instant::now();
+            let slept = Command::new("sleep")
+                .arg(length.as_secs_f64().to_string())
+                .status();
+            assert!(slept.unwrap().success());
+            clock.elapsed().saturating_sub(length)
+        });
+        let clock = Instant::now();
+        end(under_way);
+        let took = clock.elapsed();
+        after();
+        let late = sleep.join().unwrap();
+        if took < bar {
+            return;
+        }
+        assert!(
+            late > Duration::from_millis(20),
+            "{what}: {took:?}, where a sleep was {late:?} late; at most {bar:?}"
+        );
+        eprintln!("again, since a sleep was {late:?} late, too: {what} took {took:?}");
+    }
+    panic!("{what}: this machine was too busy each time");
+}
+
+/// A server, or several, at this URL, which `stall` and `go_on`.
+fn nobody_waits_longer_for_a_stalled(url: &str, stall: impl Fn(), go_on: impl Fn()) {
+    let run = |options: &[&str], name: &str, command: &[&str]| {
+        let run = ["run", "--url", url];
+        Running::spawn(&mut lockkit(&[&run, options, &[name, "--"], command].concat()))
+    };
+    let ends = |mut run: Running, statuses: &[i32]| {
+        let (status, said) = (run.status().code(), run.complaint());
+        assert!(
+            statuses.iter().any(|it| Some(*it) == status),
+            "{url}: {status:?}, {said}"
+        );
+    };
+    // Each time a name of its own, since a waiter that could not say good-bye is counted for a while.
+    let names = AtomicU32::new(0);
+    let held = || {
+        let name = format!("job-{}", names.fetch_add(1, Ordering::Relaxed));
+        let mut holder = run(&["--ttl", "1m"], &name, &["sh", "-c", "echo up; exec sleep 600"]);
+        assert_eq!(holder.line(), "up");
+        (name, holder)
+    };
+    let is_in_queue = |name: &str| {
+        eventually("it waits", || {
+            let shown = outcome(&mut lockkit(&["inspect", "--url", url, name])).1;
+            shown.contains("1 waiting").then_some(())
+        });
+    };
+    let wait = ["--wait", "3s"];
+
+    in_time(
+        &format!("{url}, in the queue"),
+        WAIT_BAR,
+        held,
+        |(name, _holder)| {
+            let waiter = run(&wait, &name, &["true"]);
+            is_in_queue(&name);
+            stall();
+            // Nobody knows any more that it is taken, unless the server has said so in the last second.
+            ends(waiter, &[124, 125]);
+        },
+        &go_on,
+    );
+    in_time(
+        &format!("{url}, from connecting on"),
+        WAIT_BAR,
+        &stall,
+        |()| ends(run(&wait, "job", &["true"]), &[125]),
+        &go_on,
+    );
+    let begin = || {
+        let (name, holder) = held();
+        let waiter = run(&[], &name, &["true"]);
+        is_in_queue(&name);
+        stall();
+        (waiter, holder)
+    };
+    let end = |(waiter, _holder): (Running, Running)| {
+        waiter.signal(Signal::TERM);
+        ends(waiter, &[143]);
+    };
+    in_time(
+        &format!("{url}, TERM in the queue"),
+        SIGNAL_BAR,
+        begin,
+        end,
+        &go_on,
+    );
+    let begin = || {
+        stall();
+        let waiter = run(&[], "job", &["true"]);
+        eventually("it listens", || catches(waiter.pid(), Signal::TERM).then_some(()));
+        waiter
+    };
+    let end = |waiter: Running| {
+        waiter.signal(Signal::TERM);
+        ends(waiter, &[143]);
+    };
+    in_time(
+        &format!("{url}, TERM while it connects"),
+        SIGNAL_BAR,
+        begin,
+        end,
+        &go_on,
+    );
+}
+
+#[test]
+fn nobody_waits_longer_for_a_stalled_redis() {
+    let Some(server) = server() else { return };
+    let (stall, go_on) = (|| server.pause().unwrap(), || server.resume().unwrap());
+    nobody_waits_longer_for_a_stalled(server.url(), stall, go_on);
+}
+
+#[test]
+fn nobody_waits_longer_for_stalled_masters_of_redlock() {
+    if skipped("redis", redis::missing()) {
+        return;
+    }
+    let servers = [(); 3].map(|()| RedisServer::plain().unwrap());
+    let hosts: Vec<_> = servers.iter().map(|server| server.addr().to_string()).collect();
+    let all = |each: fn(&RedisServer) -> io::Result<()>| servers.iter().for_each(|it| each(it).unwrap());
+    let url = format!("redlock://{}", hosts.join(","));
+    nobody_waits_longer_for_a_stalled(&url, || all(RedisServer::pause), || all(RedisServer::resume));
+}
+
+#[test]
+fn nobody_waits_longer_for_a_stalled_zookeeper() {
+    if skipped("zk", zookeeper::missing()) {
+        return;
+    }
+    let server = ZkServer::plain().unwrap();
+    let (stall, go_on) = (|| server.pause().unwrap(), || server.resume().unwrap());
+    nobody_waits_longer_for_a_stalled(&format!("zk://{}", server.addr()), stall, go_on);
+}
+
+#[test]
+fn nobody_waits_longer_for_a_stalled_etcd() {
+    if skipped("etcd", etcd::missing()) {
+        return;
+    }
+    let server = EtcdServer::plain().unwrap();
+    let (stall, go_on) = (|| server.pause().unwrap(), || server.resume().unwrap());
+    nobody_waits_longer_for_a_stalled(&server.url(), stall, go_on);
+}
+
+#[test]
+fn nobody_waits_longer_for_a_stalled_postgres() {
+    if skipped("postgres", postgres::missing()) {
+        return;
+    }
+    let server = PgServer::plain().unwrap();
+    let (stall, go_on) = (|| server.pause().unwrap(), || server.resume().unwrap());
+    nobody_waits_longer_for_a_stalled(&server.url(), stall, go_on);
+}
+
+fn nobody_waits_longer_for_a_stalled_mysql(mode: &str) {
+    if skipped("mysql", MySql::missing(Flavour::MariaDb)) {
+        return;
+    }
+    let server = MySql::start(Flavour::MariaDb, &[]).unwrap();
+    let process = server.process();
+    let (stall, go_on) = (|| process.pause().unwrap(), || process.resume().unwrap());
+    nobody_waits_longer_for_a_stalled(&format!("{}?mode={mode}", server.url()), stall, go_on);
+}
+
+#[test]
+fn nobody_waits_longer_for_stalled_row_locks_of_mysql() {
+    nobody_waits_longer_for_a_stalled_mysql("for_update");
+}
+
+#[test]
+fn nobody_waits_longer_for_stalled_leases_of_mysql() {
+    nobody_waits_longer_for_a_stalled_mysql("lease");
 }
