@@ -2,7 +2,8 @@
 
 use std::{fs, os::unix::fs::PermissionsExt, process::Command, time::Duration};
 
-use rustix::process::Signal;
+use lockkit_testbed::skipped;
+use rustix::process::{Signal, getuid};
 
 use crate::tool::{IN_A_GROUP, Running, Site, in_this_process, outcome};
 
@@ -365,6 +366,38 @@ fn after_kill_9_the_lock_stays_until_all_of_the_command_is_gone() {
     assert_eq!(outcome(&mut site.run(&["--try"], "exit 0")).0, 124);
     crate::tool::signal_to(grandchild, Signal::KILL);
     crate::tool::gone(grandchild);
+    assert_eq!(outcome(&mut site.run(&["--try"], "exit 0")).0, 0);
+}
+
+/// The kernel forgets whose death it is to tell a process of, when that changes its user. The lock's file it keeps.
+#[test]
+fn after_kill_9_a_command_of_another_user_goes_on() {
+    let is_root = getuid().is_root();
+    if skipped("root", (!is_root).then(|| "this is not root".to_owned())) {
+        return;
+    }
+    let site = Site::new();
+    let run = [
+        "run",
+        "job",
+        "--",
+        "setpriv",
+        "--reuid=61234",
+        "--regid=61234",
+        "--clear-groups",
+    ];
+    let script = "echo up; echo $$; exec sleep 60 >/dev/null 2>&1";
+    let mut holder = Running::spawn(&mut site.lockkit(&[&run[..], &["sh", "-c", script]].concat()));
+    assert_eq!(holder.line(), "up");
+    let command = holder.line().parse().unwrap();
+    let lockkit = holder.pid();
+    holder.signal(Signal::KILL);
+    crate::tool::gone(lockkit);
+    // Whatever was to happen to it at that has happened.
+    assert!(crate::tool::state(command).is_some_and(|state| state != 'Z'));
+    assert_eq!(outcome(&mut site.run(&["--try"], "exit 0")).0, 124);
+    crate::tool::signal_to(command, Signal::KILL);
+    crate::tool::gone(command);
     assert_eq!(outcome(&mut site.run(&["--try"], "exit 0")).0, 0);
 }
 
