@@ -499,7 +499,7 @@ impl Supervised {
                         continue;
                     }
                     if exited {
-                        return self.kill(self.why_unrenewed()).await;
+                        return self.kill(self.why_unrenewed(guard)).await;
                     }
                     if self.told.is_none() {
                         return self.child.reap().map(Ending::Exited).map_err(|error| cannot_wait(&error));
@@ -509,7 +509,7 @@ impl Supervised {
                 }
                 end = due(guard, self.told, exited) => {
                     if self.told == Some(end) {
-                        return self.kill(self.why_unrenewed()).await;
+                        return self.kill(self.why_unrenewed(guard)).await;
                     }
                     self.child.signal(Signal::TERM);
                     self.told = Some(end);
@@ -544,20 +544,26 @@ impl Supervised {
         }
     }
 
-    fn why_unrenewed(&self) -> String {
-        let why = match self.held_too_long {
-            Some((max_hold, over)) if Instant::now() >= over => {
+    fn why_unrenewed(&self, guard: &LockGuard) -> String {
+        let (why, outcome) = match self.held_too_long {
+            Some((max_hold, over)) if Instant::now() >= over => (
                 format!(
                     "was held for its max_hold of {}",
                     humantime::format_duration(max_hold)
-                )
-            }
-            _ => "could not be renewed".to_owned(),
+                ),
+                "so its command was stopped before the lease ran out",
+            ),
+            // Whether the command ended because it was told to, nobody knows.
+            _ if guard.is_held() && guard.valid_until() > self.told => (
+                "could not be renewed for a while".to_owned(),
+                "so its command was told to stop",
+            ),
+            _ => (
+                "could not be renewed".to_owned(),
+                "so its command was stopped before the lease ran out",
+            ),
         };
-        format!(
-            "lock `{}` {why}, so its command was stopped before the lease ran out",
-            self.name
-        )
+        format!("lock `{}` {why}, {outcome}", self.name)
     }
 
     /// Tells the command to end, and waits until it has, for as long as the lease of a hold that was asked for lasts. Nobody else is
@@ -903,6 +909,34 @@ mod tests {
                 let there = std::path::Path::new("/proc").join(pid.trim()).exists();
                 assert!(!there, "{place:?}");
             }
+        });
+    }
+
+    /// It may have ended because it was told to, or by itself: nobody knows.
+    #[test]
+    fn a_command_that_was_told_to_end_is_stopped_whatever_follows() {
+        // A renewal is tried again several times between TERM and KILL.
+        const TTL: Duration = Duration::from_secs(12);
+
+        alone(async {
+            let recover = |memory: &MemoryBackend| {
+                memory.fail_next(FaultPoint::Renew, u32::MAX);
+                let memory = memory.clone();
+                tokio::spawn(async move {
+                    // A fifth before the end it is told.
+                    tokio::time::sleep(TTL * 4 / 5 + Duration::from_millis(100)).await;
+                    memory.fail_next(FaultPoint::Renew, 0);
+                });
+            };
+            // Until after the end of the lease that it was told for.
+            let ended = under_a(TTL, Place::Apart, "trap '' TERM; sleep 13", recover).await;
+            let Ending::Stopped(why) = ended.ending else {
+                panic!("it ended by itself");
+            };
+            assert_eq!(
+                why,
+                "lock `job` could not be renewed for a while, so its command was told to stop"
+            );
         });
     }
 
