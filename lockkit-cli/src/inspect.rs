@@ -18,7 +18,7 @@ use crate::{
 pub(crate) const CLOSE_WITHIN: Duration = Duration::from_secs(5);
 
 pub(crate) async fn inspect(args: Inspect) -> Result<u8, Failure> {
-    let client = args.server.config()?.connect().await?;
+    let client = args.server.config_for(&args.name)?.connect().await?;
     let state = if args.permits {
         client.inspect_semaphore(&args.name).await
     } else {
@@ -45,7 +45,7 @@ fn show(args: &Inspect, state: &LockState) -> Result<(), Failure> {
 }
 
 pub(crate) async fn break_hold(args: Break) -> Result<u8, Failure> {
-    let client = args.server.config()?.connect().await?;
+    let client = args.server.config_for(&args.name)?.connect().await?;
     let ended = if args.force {
         end_by_force(&client, &args).await
     } else {

@@ -18,7 +18,7 @@ pub(crate) async fn list(args: List) -> Result<u8, Failure> {
             "--watch draws on a terminal, and standard output is none; without it, the list is printed once",
         ));
     }
-    let client = args.server.config()?.connect().await?;
+    let client = args.server.config_for(&args.prefix)?.connect().await?;
     let done = if args.watch {
         watch::watch(&client, &args.prefix).await.map_err(Failure::from)
     } else {

@@ -97,7 +97,7 @@ async fn run_beside(handle: Handle, args: Run) -> Result<u8, Failure> {
     let mut signals = Signals::listen()?;
     // While there are descriptors to find that out.
     let ignores_children = signals.has_ignored(Signal::CHILD) && exec::can_ignore_children();
-    let mut config = args.server.config()?;
+    let mut config = args.server.config_for(args.name())?;
     config.ttl = args.ttl;
     config.wait = args.wait;
     config.max_hold = args.max_hold;

@@ -6,7 +6,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use lockkit::LockConfig;
+use lockkit::{Error, LockConfig, spi::redacted_url};
 use percent_encoding::{AsciiSet, NON_ALPHANUMERIC, percent_encode};
 
 use crate::{
@@ -27,6 +27,29 @@ impl Server {
     pub(crate) fn config(&self) -> Result<LockConfig, Failure> {
         Ok(LockConfig::new(url(self.url.as_deref())?))
     }
+
+    /// The server's [config](Self::config), for a lock of that name, or for names with that beginning. A server's URL in its place
+    /// is refused if it may have a password: names are shown to everybody, and kept by the server.
+    pub(crate) fn config_for(&self, name: &str) -> Result<LockConfig, Failure> {
+        if is_url_with_secret(name) {
+            return Err(Failure::new(
+                FAILED,
+                "in the place of the lock's name is the URL of a server, perhaps with a password, and names are shown to everybody; \
+                 give it as --url, or in LOCKKIT_URL",
+            ));
+        }
+        self.config()
+    }
+}
+
+/// True if `name` has a scheme of lock servers, and what is hidden of their URLs.
+fn is_url_with_secret(name: &str) -> bool {
+    let Some((scheme, _)) = name.split_once("://") else {
+        return false;
+    };
+    let server = LockConfig::new(format!("{scheme}:")).resolved();
+    redacted_url(name).starts_with(&format!("{scheme}://***"))
+        && !matches!(server, Err(Error::UnknownScheme { .. }))
 }
 
 pub(crate) fn url(from_option: Option<&str>) -> Result<String, Failure> {

@@ -174,6 +174,38 @@ fn bad_servers_get_one_line_without_the_password() {
 }
 
 #[test]
+fn a_url_with_a_password_is_no_name() {
+    for url in [
+        "redis://user:canary@host",
+        "ZK://user:canary@host/app",
+        "mysql://app:canary",
+    ] {
+        for arguments in [
+            &["run", url, "--", "true"][..],
+            &["run", "--name", url, "--", "true"],
+            &["inspect", url],
+            &["list", url],
+            &["break", url, "--token", "1"],
+        ] {
+            let arguments = [&arguments[..1], &["--url", "memory:"], &arguments[1..]].concat();
+            complains(&arguments, &["--url", "LOCKKIT_URL"]);
+            let (_, _, complaint) = outcome(&mut lockkit(&arguments));
+            assert!(!complaint.contains("canary"), "{complaint}");
+        }
+    }
+    // What is no server's may be locked by its URL, and a server without a password, too.
+    for name in [
+        "user://alice@example.com",
+        "redis://cache:6379/2",
+        "a b://alice:x@host",
+        "https://x:y@z/?a",
+    ] {
+        let (status, _, complaint) = outcome(&mut lockkit(&["run", "--url", "memory:", name, "--", "true"]));
+        assert_eq!(status, 0, "{name}: {complaint}");
+    }
+}
+
+#[test]
 fn directories_that_cannot_be_used_get_one_line_with_the_path() {
     let site = Site::new();
     fs::write(site.path("file"), "").unwrap();
