@@ -271,7 +271,7 @@ pub(crate) struct Exec {
     pub(crate) parent: i32,
     /// The parent's descriptor to write to if the command cannot be executed.
     pub(crate) tell: i32,
-    /// Whether to write there, too, that the command begins.
+    /// Writes there, too, that the command begins.
     #[arg(long)]
     pub(crate) begins: bool,
     #[arg(last = true, required = true)]

@@ -47,7 +47,7 @@ pub(crate) struct NotRun {
 /// The room that each pipe has, however many its user has.
 const ROOM: usize = 4096;
 
-/// What a process says before it becomes a job.
+/// The byte that a process writes before it becomes a job.
 const BEGINS: u8 = b'\n';
 
 impl NotRun {

@@ -328,7 +328,7 @@ impl Candidate {
         }
     }
 
-    /// As [`campaign`](Self::campaign), for up to `wait`: for a thread, which has no future to drop.
+    /// Campaigns as [`campaign`](Self::campaign) does, for up to `wait`: for a thread, which has no future to drop.
     #[cfg(feature = "blocking")]
     pub(crate) async fn campaign_timeout(&self, wait: Duration) -> Result<Leadership> {
         let guard = self.lock.acquire_timeout(wait).await?;
@@ -522,8 +522,8 @@ impl Observer {
         }
     }
 
-    /// As [`next`](Self::next), for up to `wait`; `None` if there is no change by then. A look that is under way goes on: if it were
-    /// dropped, nothing would ever be seen of a server that takes longer than `wait` to answer.
+    /// Returns the next change as [`next`](Self::next) does, for up to `wait`; `None` if there is none by then. A look that is under way
+    /// goes on: if it were dropped, nothing would ever be seen of a server that takes longer than `wait` to answer.
     #[cfg(feature = "blocking")]
     pub(crate) async fn next_timeout(&mut self, wait: Duration) -> Option<Result<Option<Leader>>> {
         let until = Instant::now() + wait;

@@ -171,7 +171,7 @@ fn a_job_of_any_name_keeps_its_lock_and_gets_no_pipe() {
     assert_eq!(job(&["true"]).0, 124, "the name stays taken");
 }
 
-/// As a program with rights of its own may be installed, so that its users can run it and nothing else. The system keeps what such a
+/// Runs lockkit as a program with rights of its own may be installed: its users can run it and nothing else. The system keeps what such a
 /// process has from its children.
 #[cfg(target_os = "linux")]
 #[test]

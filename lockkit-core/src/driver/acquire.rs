@@ -35,7 +35,7 @@ pub(crate) const GRACE: Duration = Duration::from_millis(100);
 /// The most of it, for a server that was never quicker to reply.
 const LONGEST_GRACE: Duration = Duration::from_millis(400);
 
-/// How often those whose time is over look whether another of them has an answer.
+/// The interval at which those whose time is over look whether another of them has an answer.
 const ANSWERED_SOON: Duration = Duration::from_millis(10);
 
 /// The time for which the server's word counts that a lock is taken. After that, the server may have been away for long.

@@ -279,7 +279,7 @@ async fn a_column_that_cannot_keep_a_token_is_refused(flavour: Flavour) {
     }
 }
 
-/// Whether the server has ended a deadlock by this statement's end.
+/// Returns whether the server ended this statement to end a deadlock.
 fn is_deadlock(error: &lockkit_mysql::sqlx::Error) -> bool {
     let error = error.as_database_error();
     error.is_some_and(|error| error.downcast_ref::<MySqlDatabaseError>().number() == 1213)
