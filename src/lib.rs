@@ -93,7 +93,7 @@
 //! | `blocking` | an API for programs without an async runtime |
 //!
 //! A feature never changes what another one does. Without any feature there is only the memory backend, and no client
-//! crate is compiled.
+//! crate is compiled. [What a feature costs](https://github.com/lockkit/lockkit/blob/main/docs/footprint.md) counts crates.
 
 #![cfg_attr(docsrs, feature(doc_cfg))]
 
