@@ -213,11 +213,11 @@ impl Target {
             "redlock" => Ok(Self::Redlock(lockkit_redis::RedlockConfig::new(
                 url.without_parameters(),
             ))),
-            #[cfg(not(any(feature = "redis", feature = "tls")))]
-            "rediss" => Err(Error::feature_disabled("rediss", "redis,tls")),
             #[cfg(not(feature = "redis"))]
             scheme @ ("redis" | "rediss" | "redis+unix" | "redlock") => {
-                Err(Error::feature_disabled(scheme, "redis"))
+                let lacks_tls = scheme == "rediss" && cfg!(not(feature = "tls"));
+                let missing = if lacks_tls { "redis,tls" } else { "redis" };
+                Err(Error::feature_disabled(scheme, missing))
             }
             #[cfg(feature = "zk")]
             "zk" => {
