@@ -190,7 +190,13 @@ impl Child {
         // What can fail is signalling a process of another user (a set-user-ID command), which is not ours to end.
         let is_apart = self.place == Place::Apart;
         let members = || self.members().unwrap_or_default().unwrap_or_default();
-        let before = members();
+        // A look at all processes of a big host takes its time, which a lease that is nearly over does not have. What is killed is looked
+        // for again and again, until it is gone.
+        let before = if signal == Signal::KILL {
+            Vec::new()
+        } else {
+            members()
+        };
         if is_apart {
             let _ = kill_process_group(self.pid, signal);
         }

@@ -954,6 +954,61 @@ mod tests {
         assert_eq!(leave_by(Some(now - ms(5_000)), now), now + ms(100));
     }
 
+    /// There may be many of them, and little of the lease.
+    #[cfg(target_os = "linux")]
+    #[test]
+    fn what_is_killed_waits_for_no_look_at_all_processes() {
+        use std::{
+            io::{self, Read},
+            process::Stdio,
+        };
+
+        use rustix::process::{Pid, kill_process_group};
+
+        alone(async {
+            let mut crowd = std::process::Command::new("setsid")
+                .args(["sh", "-c", "for i in $(seq 400); do sleep 60 & done; echo; wait"])
+                .stdout(Stdio::piped())
+                .spawn()
+                .unwrap();
+            let mut is_there = [0];
+            crowd.stdout.take().unwrap().read_exact(&mut is_there).unwrap();
+            let mut measured = Vec::new();
+            for place in [Place::Apart, Place::Foreground { at_terminal: false }] {
+                let (mut look, mut death) = (Duration::MAX, Duration::MAX);
+                for _ in 0..10 {
+                    let clock = Instant::now();
+                    family::relatives().unwrap();
+                    look = look.min(clock.elapsed());
+
+                    let (mut reader, writer) = io::pipe().unwrap();
+                    let mut command = std::process::Command::new("sleep");
+                    command.arg("60").stdout(writer);
+                    let mut child = Child::spawn(command, place).unwrap();
+                    // What it writes to ends with it.
+                    let died = thread::spawn(move || {
+                        reader.read_to_end(&mut Vec::new()).unwrap();
+                        Instant::now()
+                    });
+                    let clock = Instant::now();
+                    child.signal(Signal::KILL);
+                    death = death.min(died.join().unwrap() - clock);
+                    child.exited().await.unwrap();
+                    child.reap().unwrap();
+                }
+                measured.push((place, death, look));
+            }
+            kill_process_group(Pid::from_child(&crowd), Signal::KILL).unwrap();
+            crowd.wait().unwrap();
+            for (place, death, look) in measured {
+                assert!(
+                    death < look / 2,
+                    "{place:?}: killed after {death:?}, a look takes {look:?}"
+                );
+            }
+        });
+    }
+
     /// Its parent has gone to a session of its own, and does not reap it.
     #[cfg(target_os = "linux")]
     #[test]
