@@ -30,6 +30,8 @@ use crate::{
 const LOOK: Duration = Duration::from_millis(20);
 /// The pause between looks for processes that were killed.
 const LOOK_KILLED: Duration = Duration::from_millis(1);
+/// The looks for what was begun while all was being stopped. Whoever is stopped begins nothing.
+const LOOKS_AT_STOPPED: usize = 20;
 /// The pause between looks at the command where nothing tells of its end.
 const LOOK_UNTOLD: Duration = Duration::from_millis(50);
 
@@ -180,13 +182,31 @@ impl Child {
 
     /// Sends a signal to the command and what it has started. One that is stopped goes on, if it is to end.
     pub(crate) fn signal(&self, signal: Signal) {
-        self.send(signal);
+        let _ = self.send(signal);
         if ENDING.contains(&signal) {
-            self.send(Signal::CONT);
+            let _ = self.send(Signal::CONT);
         }
     }
 
-    fn send(&self, signal: Signal) {
+    /// Stops the command and all that it has started, also what is begun meanwhile.
+    pub(crate) fn stop(&self) {
+        let mut stopped = self.send(Signal::STOP);
+        for _ in 0..LOOKS_AT_STOPPED {
+            let now = self.members().unwrap_or_default().unwrap_or_default();
+            let mut new = now
+                .iter()
+                .filter(|it| stopped.iter().all(|known| known.pid != it.pid))
+                .peekable();
+            if new.peek().is_none() {
+                return;
+            }
+            new.for_each(|it| it.signal(Signal::STOP));
+            stopped = now;
+        }
+    }
+
+    /// Returns those who were there to be sent it.
+    fn send(&self, signal: Signal) -> Vec<Relative> {
         // What can fail is signalling a process of another user (a set-user-ID command), which is not ours to end.
         let is_apart = self.place == Place::Apart;
         let members = || self.members().unwrap_or_default().unwrap_or_default();
@@ -216,6 +236,7 @@ impl Child {
                 member.signal(signal);
             }
         }
+        now
     }
 
     /// Kills the command and what it has started, and answers when all of it is gone, or `within` that time after the

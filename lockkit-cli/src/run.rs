@@ -539,7 +539,7 @@ impl Supervised {
     /// Stops what the command has started, too, also if that ignores the signal that stopped the command.
     async fn stop(&mut self, signals: &mut Signals) {
         if self.follows.take().is_some_and(|until| Instant::now() < until) {
-            self.child.signal(Signal::STOP);
+            self.child.stop();
             signals.stop_now().await;
         }
     }

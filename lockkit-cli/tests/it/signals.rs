@@ -98,10 +98,11 @@ fn what_the_command_starts_gets_the_signals_too() {
 #[test]
 fn a_process_group_of_its_own_is_ended_and_stopped_too() {
     let site = Site::new();
-    let worker =
-        "trap 'echo got USR1' USR1; trap 'echo got TERM; exit 0' TERM; echo $$; while :; do sleep 0.01; done";
+    // Not `sleep` alone: a shell waits for its next command to begin, and does not stop while that is stopped before.
+    let waits = "while :; do sleep 60 & wait; done";
+    let worker = format!("trap 'echo got USR1' USR1; trap 'echo got TERM; exit 0' TERM; echo $$; {waits}");
     let script = format!(
-        "exec 2>/dev/null; trap 'echo USR1' USR1; trap 'exit 5' TERM; echo up; {IN_A_GROUP} sh -c \"{}\" & while :; do sleep 0.01; done",
+        "exec 2>/dev/null; trap 'echo USR1' USR1; trap 'exit 5' TERM; echo up; {IN_A_GROUP} sh -c \"{}\" & {waits}",
         worker.replace('$', "\\$")
     );
     let mut holder = site.running(&[], &script);
@@ -122,6 +123,36 @@ fn a_process_group_of_its_own_is_ended_and_stopped_too() {
     holder.signal(Signal::TERM);
     assert_eq!(holder.line(), "got TERM", "and not USR1 before");
     assert_eq!(holder.end().0.code(), Some(5));
+}
+
+/// Five of them begin another one every hundredth of a second, each of which works for a third of a second.
+#[test]
+fn what_is_begun_while_all_is_stopped_stops_too() {
+    let site = Site::new();
+    let relay = "setpgrp 0, 0; $SIG{CHLD} = 'IGNORE'; open $log, '>>', 'log'; for (1 .. 5) { next if fork; \
+                 for (1 .. 12000) { if (!fork) { for (1 .. 10) { syswrite $log, '.'; select undef, undef, undef, 0.03 } exit } \
+                 select undef, undef, undef, 0.01 } exit } sleep 600";
+    fs::write(site.path("relay"), relay).unwrap();
+    let script = "perl relay >/dev/null 2>&1 & echo up; exec sleep 600";
+    let mut holder = site.running(&[], script);
+    let written = || fs::metadata(site.path("log")).map_or(0, |log| log.len());
+    crate::tool::eventually("all of them work", || (written() > 300).then_some(()));
+    for _ in 0..5 {
+        holder.signal(Signal::TSTP);
+        crate::tool::eventually("lockkit is stopped", || {
+            (crate::tool::state(holder.pid()) == Some('T')).then_some(())
+        });
+        let before = written();
+        // That nothing happens is the condition.
+        std::thread::sleep(Duration::from_millis(300));
+        assert_eq!(written(), before, "something goes on");
+        holder.signal(Signal::CONT);
+        crate::tool::eventually("all of them go on", || (written() > before).then_some(()));
+    }
+    for file in site.lock_files() {
+        fs::remove_file(file).unwrap();
+    }
+    assert_eq!(holder.status().code(), Some(123));
 }
 
 #[test]
