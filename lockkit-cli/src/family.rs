@@ -212,13 +212,16 @@ mod linux {
             // None in sight is 0.
             (id >= 0).then(|| Pid::from_raw(id))
         };
+        let [parent, group, session] = [id()?, id()?, id()?];
+        let threads: u32 = fields.nth(13)?.parse().ok()?;
         Some(Process {
             pid,
-            parent: id()?,
-            group: id()?,
-            session: id()?,
-            began: fields.nth(15)?.parse().ok()?,
-            has_ended: matches!(state, "Z" | "X" | "x"),
+            parent,
+            group,
+            session,
+            began: fields.nth(1)?.parse().ok()?,
+            // Where the first thread has ended and others go on, it is a zombie with threads.
+            has_ended: matches!(state, "X" | "x") || state == "Z" && threads <= 1,
         })
     }
 
@@ -246,6 +249,15 @@ mod linux {
         fn the_name_of_a_program_may_look_like_fields() {
             assert_eq!(parsed("7 (a) Z 1 2 (b) S 3 4 5"), Some(([3, 4, 5], 8128, false)));
             assert_eq!(parsed("7 (sh) Z 3 4 5"), Some(([3, 4, 5], 8128, true)));
+        }
+
+        #[test]
+        fn a_process_whose_first_thread_has_ended_goes_on() {
+            let process = |threads| {
+                let rest = REST.replace("20 0 1 0 8128", &format!("20 0 {threads} 0 8128"));
+                parse(Pid::INIT, &format!("7 (sh) Z 3 4 5 {rest}")).unwrap()
+            };
+            assert!(process(1).has_ended && !process(2).has_ended);
         }
 
         #[test]

@@ -7,6 +7,7 @@ use std::{
 };
 
 use lockkit_conformance::stall::Stopwatch;
+use lockkit_testbed::{missing_python, skipped};
 use rustix::process::Signal;
 
 use crate::tool::{
@@ -121,6 +122,36 @@ fn what_runs_under_a_lockkit_within_ends_with_the_lock() {
     for process in family {
         has_ended(process, "when lockkit had ended");
     }
+    assert_eq!(status.code(), Some(123));
+}
+
+/// The system shows such a process as one that has ended and is not reaped.
+#[test]
+fn a_process_whose_first_thread_has_ended_ends_with_the_lock() {
+    const WORKER: &str = "
+import ctypes, os, platform, threading, time
+threading.Thread(target=time.sleep, args=(60,)).start()
+print('up', os.getpid(), sep='\\n', flush=True)
+ctypes.CDLL(None).syscall(60 if platform.machine() == 'x86_64' else 93, 0)
+";
+    if skipped("python3", missing_python("ctypes")) {
+        return;
+    }
+    let site = Site::new();
+    fs::write(site.path("worker.py"), WORKER).unwrap();
+    let script = format!("{IN_A_GROUP} python3 worker.py & wait; wait");
+    let mut holder = site.running(&[], &script);
+    let worker: i32 = holder.line().parse().unwrap();
+    eventually("its first thread has ended", || {
+        (state(worker) == Some('Z')).then_some(())
+    });
+    let threads = || fs::read_dir(format!("/proc/{worker}/task")).map_or(0, Iterator::count);
+    assert!(threads() > 1, "and the other goes on");
+    for file in site.lock_files() {
+        fs::remove_file(file).unwrap();
+    }
+    let status = holder.status();
+    assert!(threads() <= 1, "it goes on when lockkit has ended");
     assert_eq!(status.code(), Some(123));
 }
 
