@@ -94,6 +94,8 @@ impl Place {
 pub(crate) struct Child {
     pid: Pid,
     place: Place,
+    /// What this process had begun before: it may have been another program then, as a script that ends with `exec lockkit run`.
+    before: Vec<Relative>,
     changes: unix::Signal,
     /// Whoever started this process has blocked the signal that tells of changes.
     is_untold: bool,
@@ -115,12 +117,14 @@ impl Child {
         if place == Place::Apart {
             command.process_group(0);
         }
+        let before = family::relatives(&[]).unwrap_or_default().unwrap_or_default();
         let id = command.spawn()?.id();
         let pid = i32::try_from(id).ok().and_then(Pid::from_raw);
         let pid = pid.ok_or_else(|| io::Error::other("it has no process id"))?;
         Ok(Self {
             pid,
             place,
+            before,
             changes,
             is_untold: is_blocked(Signal::CHILD),
             reaped: false,
@@ -282,7 +286,7 @@ impl Child {
     /// The processes of the command, itself included, but for those that have a session of their own. `None` where the
     /// system does not tell.
     fn members(&self) -> io::Result<Option<Vec<Relative>>> {
-        let mut relatives = family::relatives()?;
+        let mut relatives = family::relatives(&self.before)?;
         if let Some(relatives) = &mut relatives {
             // If the command itself has made a session, that has its id.
             relatives.retain(|it| it.shares_session || it.session == Some(self.pid));

@@ -60,11 +60,11 @@ pub(crate) fn reap_orphans(but: Pid) {
     let _ = but;
 }
 
-/// Those that there are now; `None` where the system does not tell.
+/// Those that there are now, `but` for some and those that they have begun; `None` where the system does not tell.
 ///
 /// # Errors
 /// If it does not tell now, as when there is no descriptor left.
-pub(crate) fn relatives() -> io::Result<Option<Vec<Relative>>> {
+pub(crate) fn relatives(but: &[Relative]) -> io::Result<Option<Vec<Relative>>> {
     #[cfg(target_os = "linux")]
     {
         if !proc_is_of_this() {
@@ -73,12 +73,13 @@ pub(crate) fn relatives() -> io::Result<Option<Vec<Relative>>> {
         let me = rustix::process::getpid();
         let (processes, own) = linux::with_room(|| Ok((linux::processes()?, linux::process(me)?)))?;
         let Some(own) = own else { return Ok(None) };
+        let is_one = |it: &linux::Process| but.iter().all(|but| (but.pid, but.began) != (it.pid, it.began));
         let mut family = std::collections::HashSet::from([me]);
         // A child may come before its parent, since ids are used again.
         loop {
             let known = family.len();
             for process in &processes {
-                if process.parent.is_some_and(|parent| family.contains(&parent)) {
+                if process.parent.is_some_and(|parent| family.contains(&parent)) && is_one(process) {
                     family.insert(process.pid);
                 }
             }
@@ -101,7 +102,10 @@ pub(crate) fn relatives() -> io::Result<Option<Vec<Relative>>> {
         Ok(Some(relatives.collect()))
     }
     #[cfg(not(target_os = "linux"))]
-    Ok(None)
+    {
+        let _ = but;
+        Ok(None)
+    }
 }
 
 impl Relative {

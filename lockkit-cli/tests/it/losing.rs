@@ -3,6 +3,7 @@
 use std::{
     fs,
     path::PathBuf,
+    process::{Command, Stdio},
     time::{Duration, Instant},
 };
 
@@ -153,6 +154,28 @@ ctypes.CDLL(None).syscall(60 if platform.machine() == 'x86_64' else 93, 0)
     let status = holder.status();
     assert!(threads() <= 1, "it goes on when lockkit has ended");
     assert_eq!(status.code(), Some(123));
+}
+
+/// A script begins it, such as what keeps its log, and then becomes lockkit.
+#[test]
+fn what_was_there_before_the_command_outlives_the_lock() {
+    let site = Site::new();
+    let lockkit = env!("CARGO_BIN_EXE_lockkit");
+    let within = "trap 'echo TERM' TERM; echo up; while :; do sleep 0.01; done";
+    let script = format!("sleep 60 >/dev/null 2>&1 & echo $!; exec {lockkit} run job -- sh -c \"{within}\"");
+    let mut run = Command::new("sh");
+    run.args(["-c", &script]).env("LOCKKIT_URL", &site.url);
+    let mut holder = Running::spawn(run.stdin(Stdio::null()));
+    let before = holder.line().parse().unwrap();
+    assert_eq!(holder.line(), "up");
+    holder.signal(Signal::TERM);
+    assert_eq!(holder.line(), "TERM");
+    for file in site.lock_files() {
+        fs::remove_file(file).unwrap();
+    }
+    assert_eq!(holder.status().code(), Some(123));
+    assert!(state(before).is_some_and(|state| state != 'Z'), "it has ended");
+    signal_to(before, Signal::KILL);
 }
 
 /// As daemons do.
