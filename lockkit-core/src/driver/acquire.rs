@@ -143,12 +143,20 @@ async fn end_behind_others(request: &Arc<AcquireRequest>, deadline: &Deadline) -
             return Err(deadline.verdict(queue, &last_reply));
         }
         if let Some(_asking) = queue.begin_asking() {
-            return ask_at_the_end(LockQueue::bypass(request), deadline, LONGEST_GRACE).await;
+            let contender = LockQueue::bypass(request);
+            // Either this sees that the client is closed, or the one who closes it sees the contender.
+            queue.core.is_open(OPERATION)?;
+            return ask_at_the_end(contender, deadline, LONGEST_GRACE).await;
         }
         if Instant::now() >= others_have {
             return Err(queue.core.no_answer(OPERATION).for_lock(queue.name()));
         }
-        tokio::time::sleep(ANSWERED_SOON).await;
+        require_runtime(queue.backend(), OPERATION)?;
+        tokio::select! {
+            biased;
+            err = queue.core.over(OPERATION, Core::is_open) => return Err(err),
+            () = tokio::time::sleep(ANSWERED_SOON) => {}
+        }
     }
 }
 

@@ -512,3 +512,35 @@ async fn who_waits_behind_others_hears_no_old_word() {
     guard.release().await.unwrap();
     next.await.unwrap().unwrap().release().await.unwrap();
 }
+
+/// One of them asks the server, and the other waits for that answer.
+#[tokio::test(start_paused = true)]
+async fn closing_ends_those_who_wait_for_anothers_answer() {
+    let probe = Probe {
+        polls_every: Some(60 * SECOND),
+        ..Probe::default()
+    };
+    let elsewhere = LockClient::new(probe.memory.clone()).lock("job").unwrap();
+    let guard = elsewhere.acquire().await.unwrap();
+    let client = LockClient::new(probe.clone());
+    let lock = client.lock("job").unwrap();
+    let waiting = |wait| {
+        let lock = lock.clone();
+        tokio::spawn(async move { lock.acquire_timeout(wait).await })
+    };
+    let first = waiting(600 * SECOND);
+    tokio::task::yield_now().await;
+    let behind = [waiting(3 * SECOND), waiting(3 * SECOND)];
+    probe.memory.delay(FaultPoint::Attempt, 60 * SECOND);
+    tokio::time::sleep(3_200 * MS).await;
+    assert!(behind.iter().all(|waiter| !waiter.is_finished()));
+    let (asked, ..) = probe.counts.calls();
+    assert_eq!(asked, 2, "the first, and one for all");
+    client.close(60 * SECOND).await.unwrap();
+    for waiter in behind.into_iter().chain([first]) {
+        let error = waiter.await.unwrap().unwrap_err();
+        assert!(matches!(error, Error::Closed), "{error}");
+    }
+    assert_eq!(probe.counts.calls().0, asked, "a closed client has asked");
+    guard.release().await.unwrap();
+}
