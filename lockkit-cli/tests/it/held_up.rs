@@ -14,7 +14,7 @@ use std::{
 
 use lockkit_conformance::stall::Stopwatch;
 use lockkit_testbed::{
-    Lateness,
+    Lateness, Mode, Proxy,
     etcd::{self, EtcdServer},
     mysql::{Flavour, MySql},
     postgres::{self, PgServer},
@@ -322,6 +322,39 @@ fn nobody_waits_longer_for_a_stalled(url: &str, stall: impl Fn(), go_on: impl Fn
         end,
         &go_on,
     );
+}
+
+/// The way to a server at the other end of the world and back is part of the 0.4 s after a wait, and its last word counts.
+#[test]
+fn a_wait_far_away_ends_with_the_servers_word() {
+    let Some(server) = server() else { return };
+    let far = Proxy::start(server.addr()).unwrap();
+    let half = Duration::from_millis(110);
+    far.set(Mode::Delay {
+        requests: half,
+        replies: half,
+    });
+    let script = ["sh", "-c", "echo up; exec sleep 600"];
+    let held = [
+        &["run", "--url", server.url(), "--ttl", "1m", "job", "--"],
+        &script[..],
+    ]
+    .concat();
+    let mut holder = Running::spawn(&mut lockkit(&held));
+    assert_eq!(holder.line(), "up");
+    let url = format!("redis://{}", far.addr());
+    let mut ends = Vec::new();
+    // A busy machine adds to the way.
+    while ends.len() < TRIES as usize {
+        let waited = outcome(&mut lockkit(&[
+            "run", "--url", &url, "--wait", "4s", "job", "--", "true",
+        ]));
+        if waited.0 == 124 {
+            return;
+        }
+        ends.push(waited);
+    }
+    panic!("the server is there, and says that the lock is taken: {ends:?}");
 }
 
 #[test]

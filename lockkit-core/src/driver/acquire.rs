@@ -167,6 +167,7 @@ async fn ask_at_the_end(mut contender: Contender, deadline: &Deadline, quickest:
     let now = core.clock.now().at;
     // It has its grace from now on: this may be late. To a server that is far away, a reply takes longer.
     let grace = deadline.overrun() + (quickest * 2).clamp(GRACE, LONGEST_GRACE);
+    let asked = Instant::now();
     let last_reply = match attempt(&mut contender, deadline, Some(now), grace).await {
         Ok(Some(granted)) => return make_hold(contender, granted),
         Ok(None) => LastReply::Taken(Instant::now()),
@@ -174,7 +175,12 @@ async fn ask_at_the_end(mut contender: Contender, deadline: &Deadline, quickest:
         Err(err) => return Err(give_up(contender, err).await),
     };
     queue.set_last_reply(last_reply.clone());
-    Err(give_up(contender, deadline.verdict(queue, &last_reply)).await)
+    let err = deadline.verdict(queue, &last_reply);
+    if asked.elapsed() >= GRACE {
+        // To withdraw takes as long: the worker does it.
+        return Err(err);
+    }
+    Err(give_up(contender, err).await)
 }
 
 /// Attempts until the server grants, the caller's time is over, or an error says that no repeating will help.

@@ -544,3 +544,28 @@ async fn closing_ends_those_who_wait_for_anothers_answer() {
     assert_eq!(probe.counts.calls().0, asked, "a closed client has asked");
     guard.release().await.unwrap();
 }
+
+/// To withdraw would take as long as the last question, which no caller waits for.
+#[tokio::test(start_paused = true)]
+async fn the_end_of_a_wait_far_away_is_told_with_the_answer() {
+    const ROUND_TRIP: Duration = Duration::from_millis(250);
+    let probe = Probe {
+        polls_every: Some(60 * SECOND),
+        ..Probe::default()
+    };
+    let guard = LockClient::new(probe.memory.clone()).lock("job").unwrap();
+    let guard = guard.acquire().await.unwrap();
+    let lock = LockClient::new(probe.clone()).lock("job").unwrap();
+    for point in [FaultPoint::Attempt, FaultPoint::Release] {
+        probe.memory.delay(point, ROUND_TRIP);
+    }
+    let started = Instant::now();
+    let error = lock.acquire_timeout(3 * SECOND).await.unwrap_err();
+    let took = started.elapsed();
+    assert!(error.is_timeout(), "{error}");
+    assert!(took < 3 * SECOND + ROUND_TRIP + 10 * MS, "{took:?}");
+    tokio::time::sleep(SECOND).await;
+    assert_eq!(lock.inspect().await.unwrap().waiters, Some(0), "it is withdrawn");
+    probe.memory.delay(FaultPoint::Release, Duration::ZERO);
+    guard.release().await.unwrap();
+}
