@@ -283,7 +283,8 @@ pub struct Observer {
 
 impl Observer {
     /// Blocks until the next change, for up to `timeout`. Returns `None` if there is none by then, and after the end. A look at the
-    /// server that is under way by then goes on, for up to [`op_timeout`](AcquireOptions::DEFAULT_OP_TIMEOUT).
+    /// server that is under way by then goes on, for up to two [`op_timeout`](AcquireOptions::DEFAULT_OP_TIMEOUT)s: one in which the server
+    /// is asked to wake this observer, and one in which it is asked who leads.
     ///
     /// # Errors
     /// Those of the iterator.
