@@ -75,6 +75,8 @@ enum Had {
     Nothing,
     /// A hold, which ends with the session.
     Hold,
+    /// A hold that an earlier request of this claim may have ended with its session. That there is no such session says nothing of it.
+    MayBeOver,
     /// A hold that had ended before. That there still is such a session means nothing: it may be about to end.
     Lost,
 }
@@ -657,10 +659,20 @@ impl PostgresClaim {
         };
         // Of one that only waited, its next attempt ends what is left.
         let operation = if had == Had::Nothing { "acquire" } else { "release" };
-        let was_there = self.shared.sessions.control.terminate(operation, session).await?;
+        let control = &self.shared.sessions.control;
+        control.refresh(operation).await?;
+        if had == Had::Hold {
+            // From here on its reply may be lost, or its future dropped.
+            self.stage = Stage::Ending {
+                session,
+                had: Had::MayBeOver,
+            };
+        }
+        let was_there = control.terminate(operation, session).await?;
         self.stage = Stage::Idle;
         match had {
-            Had::Nothing => Ok(()),
+            // The last one holds no more. Whoever asked before this was told that nobody could tell.
+            Had::Nothing | Had::MayBeOver => Ok(()),
             Had::Hold if was_there => Ok(()),
             Had::Hold | Had::Lost => Err(self.lost(reason.unwrap_or(LossReason::Disconnected))),
         }

@@ -58,6 +58,33 @@ impl Control {
         self.try_to_run(operation, queries).await?.during(operation)
     }
 
+    /// Runs statements once at most.
+    ///
+    /// # Errors
+    /// Also if there was no reply. Then nobody can tell whether they have run.
+    pub(crate) async fn run_once(&self, operation: &'static str, queries: Vec<Query>) -> Result<Reply> {
+        let (state, options) = (self.state.clone(), self.options.clone());
+        let work = async move {
+            let mut state = state.lock().await;
+            if usable(&mut state).is_none() {
+                let (wire, _) = server::open(&options, 0).await.during(operation)?;
+                *state = Some(Resumable::new(wire));
+            }
+            let reply = match &mut *state {
+                Some(connection) => run(connection, queries).await,
+                None => Err(Failure::Ended),
+            };
+            reply.during(operation)
+        };
+        resumable::on_runtime(NAME, operation, work, &self.options.runtime).await?
+    }
+
+    /// Replaces the connection if it has ended, so that what [runs once](Self::run_once) after this is not lost with it.
+    pub(crate) async fn refresh(&self, operation: &'static str) -> Result<()> {
+        let ask = vec![Query::prepared(sql::IS_THERE, Vec::new())];
+        self.run(operation, ask).await.map(drop)
+    }
+
     /// Runs statements as [`run`](Self::run) does, after a pause. It goes by this host's clock: one at the server lasts for as long as its wall
     /// clock was set back.
     pub(crate) async fn run_after(
@@ -119,10 +146,13 @@ impl Control {
         Ok(reply.last().is_some_and(|rows| !rows.is_empty()))
     }
 
-    /// Ends a session. Returns false if there is no such session.
+    /// Ends a session, by one request. Returns false if there is no such session.
+    ///
+    /// # Errors
+    /// Also if there was no reply. Then it may have ended the session.
     pub(crate) async fn terminate(&self, operation: &'static str, session: SessionId) -> Result<bool> {
         let end = Query::prepared(sql::TERMINATE, session.parameters());
-        let reply = self.run(operation, vec![end]).await?;
+        let reply = self.run_once(operation, vec![end]).await?;
         Ok(reply.first().is_some_and(|rows| !rows.is_empty()))
     }
 

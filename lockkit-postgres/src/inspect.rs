@@ -56,10 +56,10 @@ impl Shared {
         if shown.holders.iter().all(|holder| holder.token != token) {
             return Ok(false);
         }
-        // Harmless twice: the session that it has ended holds no more.
         let parameters = vec![Parameter::Bigints(held.clone()), Parameter::Bigint(number)];
         let end = vec![Query::once(sql::TERMINATE_HOLDER, parameters)];
-        let reply = self.sessions.inspections.run("revoke", end).await?;
+        // Once: the second reply would be that there is no such hold.
+        let reply = self.sessions.inspections.run_once("revoke", end).await?;
         let ended = reply.first().and_then(|rows| rows.first());
         let ended = ended.map(|row| row.try_get(0)).transpose().during("revoke")?;
         Ok(ended.unwrap_or(false))

@@ -31,6 +31,7 @@ tests! {
     a_semaphore_made_anew_leaves_nobody_in_its_queue
     a_hold_that_is_not_shown_any_more_leaves_no_row
     a_loss_that_a_dropped_future_found_is_no_release
+    a_session_ended_without_a_reply_is_no_loss
     a_reply_lost_with_its_idle_connection_leaves_no_lock
     a_grant_lost_with_the_second_wait_leaves_no_lock
     a_semaphore_of_the_size_asked_for_is_no_error
@@ -52,7 +53,7 @@ struct Gate {
     /// Those whose client is cut off with the next reply, and the server is not.
     cut: Arc<Mutex<HashSet<usize>>>,
     count: Arc<Mutex<usize>>,
-    latency: Duration,
+    latency: Arc<Mutex<Duration>>,
 }
 
 impl Gate {
@@ -63,7 +64,7 @@ impl Gate {
             frozen: Arc::default(),
             cut: Arc::default(),
             count: Arc::default(),
-            latency,
+            latency: Arc::new(Mutex::new(latency)),
         };
         let this = gate.clone();
         tokio::spawn(async move {
@@ -105,12 +106,12 @@ impl Gate {
                             gate.pass(number).await;
                             return;
                         }
+                        gate.pass(number).await;
                         if gate.cut.lock().unwrap().contains(&number) {
                             drop(to_client);
                             std::mem::forget(from_server);
                             return;
                         }
-                        gate.pass(number).await;
                         if to_client.write_all(&buffer[..length]).await.is_err() {
                             return;
                         }
@@ -122,7 +123,8 @@ impl Gate {
     }
 
     async fn pass(&self, number: usize) {
-        sleep(self.latency).await;
+        let latency = *self.latency.lock().unwrap();
+        sleep(latency).await;
         while self.frozen.lock().unwrap().contains(&number) {
             sleep(Duration::from_millis(2)).await;
         }
@@ -221,6 +223,38 @@ async fn a_loss_that_a_dropped_future_found_is_no_release() {
         );
         next.release().await.unwrap();
     }
+}
+
+/// The connection of a hold is dead, so that its session is ended over another. If the reply to that is lost, it may have been there.
+async fn a_session_ended_without_a_reply_is_no_loss() {
+    let server = private(&[]);
+    // It makes the tables.
+    let _first = client(server.addr()).await;
+    let gate = Gate::start(server.addr(), Duration::ZERO).await;
+    let backend = PostgresBackend::connect(config(gate.addr)).await.unwrap();
+    let mut claim = backend.claim(&request("a", spi::Mode::Exclusive)).await.unwrap();
+    assert!(claim.attempt(Duration::ZERO).await.unwrap().is_some());
+    let connections = *gate.count.lock().unwrap();
+    (1..connections).for_each(|number| gate.freeze(number));
+    let dropped = timeout(Duration::from_millis(100), claim.release()).await;
+    assert!(dropped.is_err(), "nobody replies");
+    let mut observer = server.session().unwrap();
+    // So that there is time to cut a reply off which is on its way.
+    *gate.latency.lock().unwrap() = Duration::from_secs(1);
+    let cut = async {
+        let held = "SELECT count(*) FROM pg_locks WHERE locktype='advisory'";
+        while observer.sql(held).unwrap() != "0" {
+            sleep(Duration::from_millis(1)).await;
+        }
+        gate.cut.lock().unwrap().insert(0);
+    };
+    let (released, ()) = tokio::join!(claim.release(), cut);
+    assert!(
+        released.as_ref().is_err_and(Error::is_transient),
+        "nobody can tell: {released:?}"
+    );
+    *gate.latency.lock().unwrap() = Duration::ZERO;
+    claim.release().await.unwrap();
 }
 
 /// Somebody empties the table of semaphores while one waits.

@@ -37,6 +37,7 @@ tests! {
     a_hold_that_was_passed_on_keeps_the_last_of_its_tokens
     a_holder_that_is_terminated_is_told_at_once
     a_hold_is_ended_by_its_token_and_no_other
+    a_revocation_without_a_reply_is_not_denied
     a_label_is_shown_whole
     a_label_beyond_the_databases_encoding_is_shown_escaped
     a_hold_that_is_shown_late_is_listed
@@ -586,6 +587,50 @@ async fn a_hold_is_ended_by_its_token_and_no_other() {
         LossReason::Revoked
     );
     permits[1].check().unwrap();
+}
+
+/// A request whose reply is lost may have done its work.
+async fn a_revocation_without_a_reply_is_not_denied() {
+    let server = shared();
+    let proxy = Proxy::start(server.addr()).unwrap();
+    let (holder, operator) = (client(server.addr()).await, client(proxy.addr()).await);
+    let name = name("guessed");
+    let guard = holder.lock(&name).unwrap().acquire().await.unwrap();
+    let token = guard.token();
+    eventually("it is shown", async || {
+        let shown = operator.inspect(&name).await.unwrap();
+        shown.holders.iter().any(|holder| holder.token == token)
+    })
+    .await;
+    // The request waits for that row.
+    let mut other = session(server);
+    other.sql("BEGIN").unwrap();
+    let row = format!(
+        "SELECT FROM lockkit.holder WHERE token = {} FOR UPDATE",
+        token.get()
+    );
+    other.sql(&row).unwrap();
+    let ending = tokio::spawn({
+        let name = name.clone();
+        async move { operator.revoke_by_force(&name, token).await }
+    });
+    eventually("it is at the server", async || {
+        let waiting = "SELECT count(*) FROM pg_stat_activity \
+                       WHERE wait_event_type = 'Lock' AND query LIKE '%FOR UPDATE OF h%'";
+        server.sql(waiting).unwrap() != "0"
+    })
+    .await;
+    proxy.set(Mode::DropReplies);
+    other.sql("ROLLBACK").unwrap();
+    let lost = timeout(Duration::from_mins(1), guard.lost()).await;
+    assert_eq!(lost.unwrap(), LossReason::Revoked);
+    eventually("its reply is lost", async || proxy.counts().lost.bytes > 0).await;
+    proxy.set(Mode::Pass);
+    let said = ending.await.unwrap();
+    assert!(
+        said.as_ref().is_err_and(Error::is_transient),
+        "it was ended, and {said:?} said"
+    );
 }
 
 async fn a_label_is_shown_whole() {
