@@ -194,7 +194,7 @@ impl Backend for RedisBackend {
 
     async fn inspect(&self, name: &LockName, kind: LockKind) -> Result<LockState> {
         let call = script::INSPECT.call(&layout::key(&self.shared.namespace, name, kind)?);
-        let reply = self.shared.connection.run("inspect", call).await?;
+        let reply = self.shared.connection.look("inspect", call).await?;
         state(&reply).ok_or_else(|| unexpected("inspect", &reply))
     }
 
@@ -265,7 +265,7 @@ impl Backend for RedisBackend {
     async fn fence(&self) -> Result<FencingToken> {
         const OPERATION: &str = "fence";
 
-        let reply = self.shared.connection.run(OPERATION, self.fence_call(0, "show"));
+        let reply = self.shared.connection.look(OPERATION, self.fence_call(0, "show"));
         fence_in(OPERATION, &reply.await?)
     }
 

@@ -15,7 +15,10 @@ use std::{
     time::Duration,
 };
 
-use futures_util::stream::{FuturesUnordered, StreamExt};
+use futures_util::{
+    future::try_join,
+    stream::{FuturesUnordered, StreamExt},
+};
 use lockkit_core::{
     Error, Result,
     spi::{Mutex, OwnerId, chain},
@@ -31,7 +34,7 @@ use crate::{
     announcement::Announcements,
     claim::FOLLOWER_DELAY,
     connect::{Connector, Established, HostPort, OnPush, Role, ServerInfo},
-    error::{NAME, breaks_connection, disconnected, failed, failed_at},
+    error::{NAME, breaks_connection, demoted, disconnected, failed, failed_at},
     layout::{self, Record},
     script::{self, Call},
     wakeup::{PushOrigin, Wakeups},
@@ -178,6 +181,35 @@ impl ManagedConnection {
     pub(crate) async fn run(&self, operation: &'static str, call: Call) -> Result<Value> {
         let connection = self.current(operation)?;
         self.run_on(&connection, operation, call).await
+    }
+
+    /// Runs a script that changes nothing, and fails at a server that [is no master](Self::check_master) by then.
+    ///
+    /// # Cancel safety
+    /// The request may be sent all the same.
+    pub(crate) async fn look(&self, operation: &'static str, call: Call) -> Result<Value> {
+        // One connection: the next one may lead to another server, which says nothing of this one's reply.
+        let connection = self.current(operation)?;
+        let looks = try_join(
+            self.run_on(&connection, operation, call),
+            self.check_master(&connection, operation),
+        );
+        looks.await.map(|(reply, ())| reply)
+    }
+
+    /// Fails if the server of this connection is no master any more, and leaves it. One that was demoted keeps its connections. It refuses
+    /// to write, but goes on to answer who only looks. A user who only looks may not try to write, either.
+    pub(crate) async fn check_master(&self, connection: &Connection, operation: &'static str) -> Result<()> {
+        let mut ask = redis::cmd("INFO");
+        ask.arg("replication");
+        let info = self.send(connection, &ask).await;
+        let info = info.and_then(|info| Ok(redis::from_redis_value::<String>(info)?));
+        let info = info.map_err(|error| failed(operation, error))?;
+        if info.lines().any(|line| line.trim() == "role:master") {
+            return Ok(());
+        }
+        report_broken(&self.last_broken, connection.number);
+        Err(demoted(operation))
     }
 
     /// Runs a script on this connection, which may have been replaced meanwhile.

@@ -22,9 +22,7 @@ pub(crate) fn failed_at(operation: &'static str, error: &RedisError, key: Option
     let is_full = detail.starts_with(TOO_MANY_CLIENTS);
     let lacks_a_right = code == "NOPERM" || detail.starts_with(NO_RIGHT_IN_SCRIPT);
     let advice = match (error.kind(), code.as_str()) {
-        (_, "READONLY") => {
-            Some("the server is a replica now; the client looks for the master by itself".to_owned())
-        }
+        (_, "READONLY") => Some(DEMOTED.to_owned()),
         (_, "WRONGTYPE") => Some(format!(
             "{} holds something else than a lock: choose another namespace, or delete it if nobody needs it",
             named(key, "the key")
@@ -69,6 +67,7 @@ pub(crate) fn failed_at(operation: &'static str, error: &RedisError, key: Option
     }
 }
 
+const DEMOTED: &str = "the server is a replica now; the client looks for the master by itself";
 /// The words of a server that takes no more connections.
 const TOO_MANY_CLIENTS: &str = "max number of clients";
 /// The words of Redis 7 if a script runs a command, or asks for a key, without the right to it. It does not say which.
@@ -151,6 +150,11 @@ pub(crate) fn disconnected(operation: &'static str, why: &str) -> Error {
         operation,
         io::Error::new(io::ErrorKind::NotConnected, reason),
     )
+}
+
+/// Returns the error of an operation that a replica has answered.
+pub(crate) fn demoted(operation: &'static str) -> Error {
+    Error::transient(NAME, operation, DEMOTED)
 }
 
 /// Returns the error for a reply that none of the scripts gives.

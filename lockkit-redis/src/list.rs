@@ -7,13 +7,13 @@ use std::{
 };
 
 use async_trait::async_trait;
-use futures_util::future::try_join_all;
+use futures_util::future::{try_join, try_join_all};
 use lockkit_core::{Error, ListedLock, LockKind, LockName, Result, spi::Lister};
 use redis::Value;
 
 use crate::{
     backend::{Shared, state},
-    connection::ManagedConnection,
+    connection::{Connection, ManagedConnection},
     error::{NAME, failed, unexpected},
     layout, script,
 };
@@ -92,8 +92,12 @@ impl KeyScan {
             .arg(SCANNED)
             .arg("TYPE")
             .arg("string");
-        let reply = link.send(&live, &scan).await;
-        let reply = reply.map_err(|error| failed(OPERATION, error))?;
+        let scanned = async {
+            let reply = link.send(&live, &scan).await;
+            reply.map_err(|error| failed(OPERATION, error))
+        };
+        // Also where nothing is found.
+        let (reply, ()) = try_join(scanned, link.check_master(&live, OPERATION)).await?;
         let (cursor, keys) = parts(&reply).ok_or_else(|| unexpected(OPERATION, &reply))?;
         self.cursor = cursor.to_vec();
         for key in keys {
@@ -168,12 +172,9 @@ impl RedisLister {
         }
     }
 
-    async fn look(&self, found: Found) -> Result<Option<(Found, ListedLock)>> {
-        let reply = self
-            .shared
-            .connection
-            .run(OPERATION, script::INSPECT.call(&found.key))
-            .await?;
+    async fn look(&self, live: &Connection, found: Found) -> Result<Option<(Found, ListedLock)>> {
+        let call = script::INSPECT.call(&found.key);
+        let reply = self.shared.connection.run_on(live, OPERATION, call).await?;
         let state = state(&reply).ok_or_else(|| unexpected(OPERATION, &reply))?;
         // Without a namespace, nothing tells a lock of another client from any other string.
         let is_ours = || state.holders.iter().any(|holder| holder.token.get() != 0);
@@ -188,11 +189,14 @@ impl RedisLister {
 #[async_trait]
 impl Lister for RedisLister {
     async fn page(&mut self) -> Result<Option<Vec<ListedLock>>> {
-        let Some(found) = self.keys.next(&self.shared.connection).await? else {
+        let connection = &self.shared.connection;
+        let Some(found) = self.keys.next(connection).await? else {
             return Ok(None);
         };
+        let live = connection.current(OPERATION)?;
         let unseen = found.into_iter().filter(|found| !self.shown.has(found));
-        let looked = try_join_all(unseen.map(|found| self.look(found))).await?;
+        let looks = try_join_all(unseen.map(|found| self.look(&live, found)));
+        let (looked, ()) = try_join(looks, connection.check_master(&live, OPERATION)).await?;
         Ok(Some(self.shown.add_new(looked)))
     }
 }

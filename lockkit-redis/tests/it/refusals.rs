@@ -500,6 +500,60 @@ async fn a_try_is_not_answered_by_a_master_that_was_demoted() {
     drop(held);
 }
 
+/// It refuses to write, and whoever only looks has no right to.
+#[tokio::test]
+async fn a_look_is_not_answered_by_a_master_that_was_demoted() {
+    if no_server() {
+        return;
+    }
+    let rights = "~lockkit:* resetchannels &lockkit:* +ping +info +select +subscribe +client|id +eval +evalsha +script|load \
+                  +time +get +exists +pttl +zrange +hget +scan";
+    let before = RedisServer::builder()
+        .user("looker", PASSWORD, rights)
+        .start()
+        .unwrap();
+    let after = RedisServer::plain().unwrap();
+    let proxy = Proxy::start(before.addr()).unwrap();
+    let other = client(&format!("redis://{}", before.addr())).await;
+    let held = other.lock("a").unwrap().acquire().await.unwrap();
+    let looker = || {
+        connect(RedisConfig::new(format!(
+            "redis://looker:{PASSWORD}@{}",
+            before.addr()
+        )))
+    };
+    // The first look at a replica ends the connection.
+    let (looks, lists, shows) = (
+        looker().await.unwrap(),
+        looker().await.unwrap(),
+        looker().await.unwrap(),
+    );
+    let client = client(&url_of(&proxy)).await;
+    assert_eq!(looks.inspect("a").await.unwrap().holders.len(), 1);
+    assert!(lists.list("").unwrap().next().await.unwrap().is_ok());
+    assert!(shows.fence().await.unwrap() >= held.token());
+    let nowhere = Port::reserve().unwrap().addr();
+    let (ip, port) = (nowhere.ip().to_string(), nowhere.port().to_string());
+    before.cli(&["REPLICAOF", &ip, &port]).unwrap();
+    let said = [
+        looks.inspect("a").await.map(drop),
+        lists.list("").unwrap().next().await.unwrap().map(drop),
+        shows.fence().await.map(drop),
+        client.inspect("a").await.map(drop),
+    ];
+    for said in said {
+        let error = said.expect_err("it is a replica");
+        assert!(error.is_transient(), "{error:?}");
+        assert!(shown(&error).contains("is a replica now"), "{}", shown(&error));
+    }
+    proxy.set_upstream(after.addr());
+    until(RECOVERED, "at the new master", async || {
+        client.inspect("a").await.is_ok_and(|state| state.is_free())
+    })
+    .await;
+    drop(held);
+}
+
 #[tokio::test]
 async fn a_master_that_was_demoted_is_left_for_the_new_one() {
     if no_server() {
