@@ -1,6 +1,7 @@
--- Ends the hold with this token, and tells its holder. Returns 1 if there was one. Until its lease would have been over, the hold is
+-- Ends the hold with this token, and tells its holder. Returns 1 if there was one; 0 if there is none; or 5 if there is none and this
+-- process has no vote, and may have lost it. Until its lease would have been over, the hold is
 -- not set here again: at a master that this request has not reached yet, a renewal may still find it.
--- ARGV: 1 the token
+-- ARGV: 1 the token   2 the marker with which it has a vote
 local token = tonumber(ARGV[1])
 local function has(text)
   local tokens, first = string.match(text, '^lockkit:%S+ (%d+) (%d+) ')
@@ -22,7 +23,7 @@ elseif is_shared() then
     end
   end
 end
-if not ended then return 0 end
+if not ended then return has_vote(ARGV[2]) and 0 or 5 end
 local owner, first, client = string.match(ended, '^lockkit:(%S+) %S+ (%S+) (%S+)')
 call('HSET', REVOKED, owner, first)
 call('PEXPIRE', REVOKED, math.max(1, ms, call('PTTL', REVOKED)))

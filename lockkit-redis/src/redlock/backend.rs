@@ -345,9 +345,9 @@ impl Backend for RedlockBackend {
         // It waits for all masters, so that it is ended at each one within reach.
         let mut count = QuorumCount::of_renewal(masters.rules, masters.now());
         let mut requests = Requests::new(masters, "revoke");
-        requests.ask_all(RequestKind::Report, |_| {
+        requests.ask_all(RequestKind::Report, |marker| {
             let mut call = script::REDLOCK_REVOKE.call(&key);
-            call.arg(token.get());
+            call.arg(token.get()).arg(marker);
             call
         });
         let counted = count_reports(masters, place, &mut requests, &mut count, "revoke", None).await;
@@ -435,18 +435,33 @@ async fn ask_holder(masters: &Arc<Masters>, key: &[u8], token: FencingToken) -> 
 }
 
 /// Returns the holders of the lock with this key that a majority agrees on, and the longest queue of any master. If there is none, but
-/// somebody might have a majority together with masters that did not reply, nobody can tell whether the lock is free: an error.
+/// somebody might have a majority together with masters that did not reply, or may have lost a hold, nobody can tell whether the lock is
+/// free: an error.
 pub(super) async fn report(masters: &Arc<Masters>, key: &[u8], operation: &'static str) -> Result<LockState> {
     let _place = masters.for_others.take().await;
     let deadline = Instant::now() + masters.rules.patience;
     let mut requests = Requests::new(masters, operation);
-    requests.ask_all(RequestKind::Report, |_| script::REDLOCK_INSPECT.call(key));
+    requests.ask_all(RequestKind::Report, |marker| {
+        let mut call = script::REDLOCK_INSPECT.call(key);
+        call.arg(marker);
+        call
+    });
     let mut replies = Replies::new(masters, operation, masters.rules.patience);
     let mut views = MasterViews::default();
+    let mut known = 0;
     while let Some(Response { master, reply, .. }) = requests.next(deadline).await {
-        replies.read(master, reply, |reply| views.add(reply));
+        let seen = replies.read(master, reply, |reply| match reply {
+            Value::Int(-1) => Some(false),
+            reply => views.add(reply).map(|()| true),
+        });
+        known += usize::from(seen == Some(true));
+        if seen == Some(false) {
+            masters.quarantine.abstained(master);
+            let why = masters.quarantine.why_no_vote(master);
+            replies.failures.note_reason(master, why);
+        }
     }
-    let (quorum, known) = (masters.rules.quorum, replies.count());
+    let quorum = masters.rules.quorum;
     let may_be_held = views.most() > 0 && views.most() + masters.all.len() - known >= quorum;
     let state = views.agreed(quorum);
     if known < quorum || (state.is_free() && may_be_held) {
@@ -454,6 +469,16 @@ pub(super) async fn report(masters: &Arc<Masters>, key: &[u8], operation: &'stat
         return Err(masters.no_quorum(operation, &failures));
     }
     Ok(state)
+}
+
+/// Returns whether a master has a vote. One without may have lost holds.
+pub(super) async fn has_vote(masters: &Masters, master: usize, operation: &'static str) -> Result<bool> {
+    let link = &masters.all[master].link;
+    let live = link.current(operation)?;
+    let nobodys = layout::own(&masters.namespace, "nowhere");
+    let mut look = script::REDLOCK_INSPECT.call(nobodys.as_bytes());
+    look.arg(live.server().marker());
+    Ok(link.run_on(&live, operation, look).await? != Value::Int(-1))
 }
 
 /// Closes the connections when it is dropped.

@@ -716,7 +716,7 @@ pub(super) async fn count_reports(
             drop(place.take());
         }
         let deadline = masters.at(count.deadline());
-        let mut asked = false;
+        let (mut asked, mut may_have_lost_it) = (false, false);
         let response = if is_held {
             // However busy this client is: the lease that a majority has renewed is counted from the request on.
             let enough = enough.map_or(deadline, |enough| deadline.min(enough));
@@ -737,13 +737,17 @@ pub(super) async fn count_reports(
                         Some(Report::Held)
                     }
                     Value::Int(5) => {
-                        masters.quarantine.abstained(master);
+                        may_have_lost_it = true;
                         Some(Report::Silent)
                     }
                     _ => None,
                 });
-                if report == Some(Report::Abstains) {
+                if may_have_lost_it || report == Some(Report::Abstains) {
                     masters.quarantine.abstained(master);
+                }
+                if may_have_lost_it {
+                    let why = masters.quarantine.why_no_vote(master);
+                    replies.failures.note_reason(master, why);
                 }
                 held += usize::from(report == Some(Report::Held));
                 count.reported(master, report.unwrap_or(Report::Silent))

@@ -14,7 +14,7 @@ use crate::{
     list::{Found, KeyScan, Shown},
     redlock::{
         NAME,
-        backend::report,
+        backend::{has_vote, report},
         masters::{Failures, Masters},
     },
 };
@@ -31,7 +31,7 @@ pub(super) struct RedlockLister {
     /// The master that is being scanned.
     master: usize,
     keys: KeyScan,
-    /// The number of masters that have been scanned.
+    /// The number of masters with a vote that have been scanned.
     scanned: usize,
     failures: Failures,
     shown: Shown,
@@ -61,9 +61,20 @@ impl RedlockLister {
         let Some(master) = all.get(self.master) else {
             return Err(self.masters.no_quorum(OPERATION, &self.failures));
         };
-        match timeout(rules.patience, self.keys.next(&master.link)).await {
-            Ok(Ok(Some(found))) => return Ok(Some(found)),
-            Ok(Ok(None)) => self.scanned += 1,
+        let next = async {
+            match self.keys.next(&master.link).await? {
+                // What it has shown counts. That it has no more does not, if it may have lost some.
+                None => has_vote(&self.masters, self.master, OPERATION).await.map(Err),
+                Some(found) => Ok(Ok(found)),
+            }
+        };
+        match timeout(rules.patience, next).await {
+            Ok(Ok(Ok(found))) => return Ok(Some(found)),
+            Ok(Ok(Err(true))) => self.scanned += 1,
+            Ok(Ok(Err(false))) => {
+                let why = self.masters.quarantine.why_no_vote(self.master);
+                self.failures.note_reason(self.master, why);
+            }
             Ok(Err(error)) => self.failures.note(self.master, &error),
             Err(_) => {
                 let why = format!("no reply within {:?}", rules.patience);

@@ -410,11 +410,6 @@ impl Replies {
         }
     }
 
-    /// Returns the number of masters that have replied.
-    pub(super) fn count(&self) -> usize {
-        self.replied.iter().filter(|replied| **replied).count()
-    }
-
     /// Returns why masters took no part. After the deadline, those without a reply were too late.
     pub(super) fn failures(self, masters: &Masters, deadline: Duration) -> Failures {
         let mut failures = self.failures;

@@ -103,6 +103,26 @@ async fn a_master_restarted_empty_has_no_vote_while_grants_last() {
     assert!(!votes(&world.masters[0]));
     // Two more masters hold its former grant, all that is left of a majority.
     assert!(lock(&late, "a", SECOND).try_acquire().await.is_err());
+    // It has forgotten that grant, which is not to say that there is none. All three would have to know that a lock is free.
+    for name in ["a", "b"] {
+        let error = late.inspect(name).await.unwrap_err();
+        assert!(error.is_transient(), "{error:?}");
+        assert!(
+            shown(&error).contains("was restarted or emptied"),
+            "{}",
+            shown(&error)
+        );
+    }
+    let listed = late.list("none").unwrap().next().await;
+    assert!(
+        listed.as_ref().is_some_and(Result::is_err),
+        "nobody can tell: {listed:?}"
+    );
+    let ended = late.revoke_by_force("b", held.token()).await;
+    assert!(
+        ended.as_ref().is_err_and(Error::is_transient),
+        "nobody can tell: {ended:?}"
+    );
     drop(held);
 
     within(MAX_TTL + LONG, "admitted", async {
