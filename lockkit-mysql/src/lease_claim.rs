@@ -4,7 +4,7 @@
 //! goes well: they queue at the server, and the head of the queue sleeps there until a release wakes it or the lease would expire.
 //! A free lock with a queue goes to the head. See [`LeaseSql`].
 
-use std::{sync::Arc, time::Duration};
+use std::{num::NonZeroU32, ops::RangeInclusive, sync::Arc, time::Duration};
 
 use async_trait::async_trait;
 use lockkit_core::{
@@ -360,11 +360,11 @@ impl LeaseClaim {
             let reply = self.query("acquire", self.sql.take(self.has_queued)).await?;
             if reply.affected(0) == 1 {
                 let first = reply.last_insert_id(0);
+                let tokens = tokens_from(first, self.request.tokens)?;
                 self.stage = Stage::Holding;
                 (self.token, self.shown) = (first, first);
                 self.has_queued = false;
                 self.put_back().await;
-                let tokens = first..=first + u64::from(self.request.tokens.get()) - 1;
                 return Ok(Some(Grant::new(tokens, self.lease())));
             }
             match self.row_state("acquire").await?.0 {
@@ -388,6 +388,22 @@ impl LeaseClaim {
             session.has_reply();
         }
         Ok(None)
+    }
+}
+
+/// Returns the tokens of a grant whose first one is this.
+///
+/// # Errors
+/// If that is no token that others can be above. Its release frees what was taken.
+fn tokens_from(first: u64, count: NonZeroU32) -> Result<RangeInclusive<u64>> {
+    let last = first.checked_add(u64::from(count.get()) - 1);
+    match (first, last) {
+        (1.., Some(last)) => Ok(first..=last),
+        _ => {
+            let why =
+                format!("the server has drawn {first} from `latest` in lockkit_lease, which is no token");
+            Err(Error::permanent(NAME, "acquire", why))
+        }
     }
 }
 
@@ -522,5 +538,23 @@ impl Claim for LeaseClaim {
 
     fn passed_on(&mut self, token: FencingToken) {
         self.token = token.get();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_no_token_is_no_grant() {
+        let count = NonZeroU32::new(32).unwrap();
+        assert_eq!(tokens_from(1, count).unwrap(), 1..=32);
+        assert_eq!(
+            tokens_from(u64::MAX - 31, count).unwrap(),
+            u64::MAX - 31..=u64::MAX
+        );
+        for first in [0, u64::MAX - 30, u64::MAX] {
+            assert!(tokens_from(first, count).is_err(), "{first}");
+        }
     }
 }

@@ -426,11 +426,7 @@ impl PostgresClaim {
             return Ok(Next::Goes(Activity::Resizing { size }));
         }
         if let (Some(permit), Some(token)) = (value::<i64>(reply, 0, 0)?, value::<i64>(reply, 0, 1)?) {
-            let key = usize::try_from(permit - 1)
-                .ok()
-                .and_then(|index| self.permits.get(index))
-                .copied()
-                .ok_or_else(unexpected)?;
+            let key = nth(&self.permits, permit).ok_or_else(unexpected)?;
             return self.locked(session, key, token);
         }
         match activity {
@@ -925,6 +921,12 @@ fn value<T: for<'a> FromSql<'a>>(reply: &Reply, statement: usize, column: usize)
         .map_err(|error| failed("acquire", error.into()))
 }
 
+/// Returns the key of this permit, the first being 1.
+fn nth(permits: &[i64], permit: i64) -> Option<i64> {
+    let index = usize::try_from(permit.checked_sub(1)?).ok()?;
+    permits.get(index).copied()
+}
+
 fn unexpected() -> Error {
     Error::permanent(NAME, "acquire", "the server's reply is not one to this request")
 }
@@ -935,4 +937,18 @@ fn another_session() -> Error {
         "acquire",
         "another session has replied: there is a pooler between; connect to the server directly",
     )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_permit_that_there_is_not_has_no_key() {
+        let permits = [7, 8];
+        assert_eq!((nth(&permits, 1), nth(&permits, 2)), (Some(7), Some(8)));
+        for permit in [i64::MIN, -1, 0, 3, i64::MAX] {
+            assert_eq!(nth(&permits, permit), None, "{permit}");
+        }
+    }
 }

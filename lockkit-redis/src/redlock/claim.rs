@@ -357,11 +357,7 @@ impl RoundReplies {
     }
 
     fn confirmation(&mut self, master: usize, reply: Result<Value>) -> Confirmation {
-        let confirmation = self.replies.read(master, reply, |reply| match reply {
-            Value::Int(1) => Some(Confirmation::Raised),
-            Value::BulkString(fence) => Some(Confirmation::Refused(number(fence).unwrap_or_default())),
-            _ => None,
-        });
+        let confirmation = self.replies.read(master, reply, confirmation_in);
         confirmation.unwrap_or(Confirmation::Silent)
     }
 
@@ -377,6 +373,15 @@ fn no_tokens_left() -> Error {
          reached: set them right"
     );
     Error::permanent(NAME, "acquire", reason)
+}
+
+/// Reads a master's reply to the request to confirm tokens; `None` if it is none.
+fn confirmation_in(reply: &Value) -> Option<Confirmation> {
+    match reply {
+        Value::Int(1) => Some(Confirmation::Raised),
+        Value::BulkString(fence) => number(fence).map(Confirmation::Refused),
+        _ => None,
+    }
 }
 
 fn number(text: &[u8]) -> Option<u64> {
@@ -791,6 +796,16 @@ mod tests {
 
     use super::*;
     use crate::{RedlockBackend, RedlockConfig};
+
+    /// It is not zero, below which a master would have refused no token.
+    #[test]
+    fn a_counter_that_cannot_be_read_is_no_reply() {
+        let counter = |text: &str| confirmation_in(&Value::BulkString(text.into()));
+        assert_eq!(counter("12"), Some(Confirmation::Refused(12)));
+        for text in ["", "1e99", "0x10", "-1", "12.5", "18446744073709551616"] {
+            assert_eq!(counter(text), None, "{text}");
+        }
+    }
 
     /// A client that is busy all the time would wait for the last master until the lease is over.
     #[tokio::test]
