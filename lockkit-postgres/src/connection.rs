@@ -121,10 +121,10 @@ pub(crate) type Reply = Vec<Vec<Row>>;
 /// A connection, as the client library has it: requests go to one half, and whoever waits polls the other.
 pub(crate) struct Wire {
     client: Arc<Client>,
-    connection: Connection<Stream, NoTlsStream>,
+    /// `None` once it has ended. What still waits for a reply then hears so.
+    connection: Option<Connection<Stream, NoTlsStream>>,
     statements: HashMap<&'static str, Statement>,
-    /// True once the connection has ended, and the reason until somebody has taken it.
-    has_ended: bool,
+    /// Why it has ended, until somebody has taken it.
     end: Option<tokio_postgres::Error>,
 }
 
@@ -151,9 +151,8 @@ impl Wire {
         let (client, connection) = login.connect_raw(stream, NoTls).await?;
         let wire = Self {
             client: Arc::new(client),
-            connection,
+            connection: Some(connection),
             statements: HashMap::new(),
-            has_ended: false,
             end: None,
         };
         Ok((wire, process.load(std::sync::atomic::Ordering::Acquire)))
@@ -244,15 +243,15 @@ impl Wire {
 
     /// Ready once the connection has ended. The server says why before it ends a session.
     pub(crate) fn poll_end(&mut self, cx: &mut Context<'_>) -> Poll<()> {
-        while !self.has_ended {
-            match self.connection.poll_message(cx) {
+        while let Some(connection) = &mut self.connection {
+            match connection.poll_message(cx) {
                 // Notices.
                 Poll::Ready(Some(Ok(_))) => {}
                 Poll::Ready(Some(Err(error))) => {
-                    self.has_ended = true;
+                    self.connection = None;
                     self.end = Some(error);
                 }
-                Poll::Ready(None) => self.has_ended = true,
+                Poll::Ready(None) => self.connection = None,
                 Poll::Pending => return Poll::Pending,
             }
         }
@@ -263,7 +262,9 @@ impl Wire {
     pub(crate) async fn quit(mut self) {
         drop(self.client);
         self.statements.clear();
-        // An error means that it is closed already.
-        let _ = self.connection.await;
+        if let Some(connection) = self.connection {
+            // An error means that it is closed already.
+            let _ = connection.await;
+        }
     }
 }
