@@ -776,9 +776,9 @@ impl Claim for PostgresClaim {
             let outcome = match failure.take() {
                 Some(failure) => Err(failure),
                 None => {
-                    let query = show
-                        .take()
-                        .unwrap_or_else(|| Query::prepared(sql::PROVE, Vec::new()));
+                    // To show it alone would not say which session has replied.
+                    let prove = Query::prepared(sql::PROVE, Vec::new());
+                    let queries = show.take().into_iter().chain([prove]).collect();
                     if is_shown {
                         self.shown = Shown::AsItIs;
                         self.has_row = true;
@@ -786,12 +786,12 @@ impl Claim for PostgresClaim {
                     let Stage::Active(session, _) = &mut self.stage else {
                         break Failure::Ended;
                     };
-                    session.run(self.lease, vec![query]).await
+                    session.run(self.lease, queries).await
                 }
             };
             match outcome {
                 Ok(reply) => {
-                    if !is_shown && value::<i32>(&reply, 0, 0)? != Some(process) {
+                    if value::<i32>(&reply, usize::from(is_shown), 0)? != Some(process) {
                         break Failure::Ended;
                     }
                     self.sent = sent;

@@ -33,6 +33,7 @@ tests! {
     a_statement_that_does_not_wait_is_not_taken
     a_withdrawn_waiter_keeps_its_session
     an_unlock_that_finds_nothing_is_a_loss
+    a_renewal_in_another_session_is_a_loss
     a_newcomer_reads_behind_a_waiting_writer
     a_hold_that_was_passed_on_keeps_the_last_of_its_tokens
     a_holder_that_is_terminated_is_told_at_once
@@ -470,6 +471,26 @@ async fn an_unlock_that_finds_nothing_is_a_loss() {
     let guard = client.lock(name("unlocked")).unwrap().acquire().await.unwrap();
     let error = guard.release().await.unwrap_err();
     assert!(error.is_lost(), "{error}");
+}
+
+/// Also the first one, which shows the hold.
+async fn a_renewal_in_another_session_is_a_loss() {
+    let server = shared();
+    let other = relay(
+        server.addr(),
+        "SELECT pg_backend_pid()\0",
+        "SELECT 1 /* not ours */\0",
+    );
+    let backend = PostgresBackend::connect(config(other.await.unwrap()))
+        .await
+        .unwrap();
+    let mut claim = backend
+        .claim(&request(&name("another"), spi::Mode::Exclusive))
+        .await
+        .unwrap();
+    assert!(claim.attempt(Duration::ZERO).await.unwrap().is_some());
+    let renewed = claim.renew().await.unwrap();
+    assert!(matches!(renewed, Renewal::Lost(_)), "{renewed:?}");
 }
 
 async fn a_newcomer_reads_behind_a_waiting_writer() {
