@@ -56,6 +56,12 @@ impl Proof {
         }
     }
 
+    /// A lease that was granted for this time, by a renewal that says that it lasts for so many seconds. What is more than was granted is
+    /// not relied on: no server would say so, and no outage would ever end such a hold.
+    pub(crate) fn renewed(sent: Sent, heard: Sent, ttl: u64, granted: Duration) -> Self {
+        Self::new(sent, heard, ttl.min(granted.as_secs()))
+    }
+
     /// Returns until when it lasts at least, if the machine has slept for so long by now.
     pub(crate) fn end(&self, asleep: Duration) -> Instant {
         let slept = asleep.saturating_sub(self.asleep);
@@ -152,6 +158,24 @@ mod tests {
             "it slept"
         );
         assert!(proof.end(SECOND * 100_000) <= at);
+    }
+
+    #[test]
+    fn a_renewal_proves_no_more_than_was_granted() {
+        let sent = Sent {
+            at: Instant::now(),
+            asleep: Duration::ZERO,
+        };
+        for (ttl, proven) in [
+            (5, 4_950),
+            (10, 9_900),
+            (11, 9_900),
+            (i64::MAX.unsigned_abs(), 9_900),
+        ] {
+            let proof = Proof::renewed(sent, sent, ttl, SECOND * 10);
+            let left = proof.end(Duration::ZERO) - sent.at;
+            assert_eq!(left, Duration::from_millis(proven), "{ttl} s");
+        }
     }
 
     #[test]

@@ -123,7 +123,10 @@ impl Session {
             let _ = connection.revoke(granted.id).await;
             return Err(Failure::ShortLease { granted: granted.ttl });
         }
-        let seconds = u64::try_from(granted.ttl).unwrap_or(0);
+        let Some(seconds) = u64::try_from(granted.ttl).ok().filter(|ttl| *ttl > 0) else {
+            let what = format!("the servers have granted a lease of {} s", granted.ttl);
+            return Err(Failure::Unknown(what));
+        };
         let proof = Proof::new(sent, now(), seconds);
         let core = Core {
             lease: granted.id,
@@ -395,7 +398,7 @@ impl Core {
         if term(renewed.header) != term(read.header) || renewed.header.is_none() {
             return Ok(Beat::OtherTerm);
         }
-        Ok(Beat::Proven(Proof::new(sent, now(), ttl)))
+        Ok(Beat::Proven(Proof::renewed(sent, now(), ttl, self.ttl)))
     }
 
     /// Renews the lease as [`beat`](Self::beat) does. Returns `None` if the member is silent, or leaves this request alone unanswered for

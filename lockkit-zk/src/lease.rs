@@ -131,11 +131,6 @@ impl Proof {
         now <= self.heard + 2 * self.heartbeat_interval()
     }
 
-    /// Returns the session timeout that it counts with.
-    pub(crate) fn timeout(&self) -> Duration {
-        self.timeout
-    }
-
     /// Returns the interval of the writes. It is shorter while a shorter timeout counts, so that they prove more before that is
     /// over.
     pub(crate) fn heartbeat_interval(&self) -> Duration {

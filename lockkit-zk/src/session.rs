@@ -122,10 +122,11 @@ impl Session {
         layout: &Layout,
     ) -> Result<Self> {
         let runtime = Handle::try_current().map_err(|_| Failure::NoRuntime)?;
-        let timeout = connection.timeout();
-        check_session_timeout(timeout, config.tick_time, "granted by the server")
+        let granted = connection.timeout();
+        check_session_timeout(granted, config.tick_time, "granted by the server")
             .map_err(Failure::ShortSession)?;
-        servers.note_granted(timeout);
+        servers.note_granted(granted);
+        let timeout = servers.relied_on(granted);
         let connection = Arc::new(connection);
         let info = connection.client.session().clone();
         let id = info.id().0;
@@ -399,7 +400,7 @@ async fn run(session: EndOnDrop) {
     core.end(reason);
     // To close a session ends it here first, which ends each of the branches above.
     if *core.closing.borrow() && reason != LossReason::Expired {
-        let left = core.status.borrow().proof.timeout();
+        let left = core.servers.granted();
         // After that, nothing is left of it at the server.
         let _ = within(left, attach::close_at_server(core)).await;
     }
@@ -458,6 +459,30 @@ mod tests {
         assert_eq!(proven - session.proven_until(), SLEPT);
         let again = within(Duration::from_secs(60), session.proven_beyond(proven)).await;
         assert!(again.is_ok() && session.ended().is_none(), "it lives on");
+    }
+
+    /// An outage would not end a hold for as long as any server says.
+    #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+    async fn a_session_is_proven_for_no_longer_than_was_asked_for() {
+        if lockkit_testbed::skipped("zk", zookeeper::missing()) {
+            return;
+        }
+        let server = ZkServer::builder()
+            .directive("minSessionTimeout=60000")
+            .start()
+            .unwrap();
+        let (config, servers) = config(&server);
+        let layout = Layout::new("", "long");
+        let session = Session::open(&config, &servers, &layout).await.unwrap();
+        assert_eq!(servers.granted(), Duration::from_secs(60));
+        let first = session.proven_until();
+        assert!(first <= Instant::now() + config.session_timeout, "when opened");
+        let again = within(Duration::from_secs(60), session.proven_beyond(first)).await;
+        assert!(again.is_ok(), "it lives on");
+        assert!(
+            session.proven_until() <= Instant::now() + config.session_timeout,
+            "by a heartbeat"
+        );
     }
 
     #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

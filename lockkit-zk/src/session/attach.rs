@@ -82,6 +82,12 @@ impl Servers {
         *self.granted.lock()
     }
 
+    /// Returns how much of a session timeout that was granted is relied on: no more than was asked for. A server may keep sessions for
+    /// longer, or say so.
+    pub(super) fn relied_on(&self, granted: Duration) -> Duration {
+        granted.min(self.timeout)
+    }
+
     pub(super) fn note_granted(&self, timeout: Duration) {
         *self.granted.lock() = timeout;
     }

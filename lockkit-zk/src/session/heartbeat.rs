@@ -30,7 +30,8 @@ impl Core {
     }
 
     pub(super) fn heartbeat_data(&self) -> String {
-        let mut data = self.status.borrow().proof.timeout().as_millis().to_string();
+        // Others read for how long the servers keep what is the session's, which may be longer than it relies on.
+        let mut data = self.servers.granted().as_millis().to_string();
         for czxid in &*self.recent_holds.lock() {
             // Writing to a string does not fail.
             let _ = write!(data, " {czxid:x}");
