@@ -344,7 +344,7 @@ impl MemoryBackend {
         entry.drop_ended(now);
         let mut found = false;
         entry.holders.retain(|holder| {
-            let hit = token.is_none_or(|t| holder.tokens.0 <= t && t <= holder.tokens.1);
+            let hit = token.is_none_or(|token| holder.token == token);
             if hit && let Some(notify) = &holder.notify {
                 notify.notify_one();
             }

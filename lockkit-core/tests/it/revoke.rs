@@ -161,6 +161,24 @@ async fn a_hold_that_was_passed_on_is_not_hit() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn force_by_the_token_before_ends_no_heirs_hold() {
+    let (_, holder, operator, guard) = held().await;
+    let token = guard.token();
+    let heir = tokio::spawn({
+        let lock = holder.lock("a").unwrap();
+        async move { lock.acquire().await.unwrap() }
+    });
+    tokio::task::yield_now().await;
+    guard.release().await.unwrap();
+    let heir = heir.await.unwrap();
+    assert_eq!(heir.token().get(), token.get() + 1, "it was passed on");
+    assert!(!operator.revoke_by_force("a", token).await.unwrap(), "it is over");
+    heir.renew().await.unwrap();
+    assert!(operator.revoke_by_force("a", heir.token()).await.unwrap());
+    assert_eq!(heir.lost().await, LossReason::Revoked);
+}
+
+#[tokio::test(start_paused = true)]
 async fn a_hold_that_was_asked_for_is_not_passed_on() {
     let (_, holder, operator, guard) = held().await;
     let token = guard.token();
