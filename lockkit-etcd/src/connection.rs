@@ -62,8 +62,8 @@ pub(crate) struct Connection(Arc<Inner>);
 #[derive(Debug)]
 struct Inner {
     host: String,
-    /// The cluster that the member is of, by its number.
-    cluster: OnceLock<u64>,
+    /// The cluster that the member is of, by its number, and whether it is a learner.
+    introduced: OnceLock<(u64, bool)>,
     since: Instant,
     grpc: Grpc<Http>,
     credentials: Option<Credentials>,
@@ -134,7 +134,7 @@ impl Connection {
         let grpc = Grpc::with_origin(Http(sender), origin).max_decoding_message_size(MAX_ANSWER);
         let connection = Self(Arc::new(Inner {
             host: host.to_owned(),
-            cluster: OnceLock::new(),
+            introduced: OnceLock::new(),
             since: Instant::now(),
             grpc,
             credentials: options.credentials.clone(),
@@ -145,7 +145,11 @@ impl Connection {
             task: task.abort_handle(),
         }));
         let introduced = async {
-            connection.authenticate().await?;
+            match connection.authenticate().await {
+                // It lets nobody in yet, and says to anybody what it is.
+                Err(failure) if failure.is_a_learners() => {}
+                authenticated => authenticated?,
+            }
             connection.introduce().await
         };
         match introduced.await {
@@ -224,15 +228,19 @@ impl Connection {
 
     /// Returns the number of the cluster that the member is of.
     pub(crate) fn cluster(&self) -> u64 {
-        self.0.cluster.get().copied().unwrap_or(0)
+        self.0.introduced.get().map_or(0, |(cluster, _)| *cluster)
+    }
+
+    /// The member was a learner when the connection began: it only caught up with the others, and served nobody.
+    pub(crate) fn is_learner(&self) -> bool {
+        self.0.introduced.get().is_some_and(|(_, is_learner)| *is_learner)
     }
 
     /// Asks who the member is. Warns of a version on which the promises have a gap.
     async fn introduce(&self) -> Result<()> {
         let status = self.call(&Nothing {}).await?;
-        self.0
-            .cluster
-            .get_or_init(|| status.header.map_or(0, |header| header.cluster_id));
+        let cluster = status.header.map_or(0, |header| header.cluster_id);
+        self.0.introduced.get_or_init(|| (cluster, status.is_learner));
         let version = status.version;
         if is_unsound(&version) {
             let version = &*self.0.secrets.blank(&version);

@@ -59,6 +59,9 @@ pub(crate) enum Failure {
     RuntimeGone,
 }
 
+/// What a member says by word or by its status that only catches up with the others.
+pub(crate) const LEARNER: &str = "the member is a learner, which serves nobody until it is promoted";
+
 const CONNECTION_FAILED: &str = "the connection failed";
 
 impl From<Abandoned> for Failure {
@@ -96,6 +99,8 @@ impl From<Status> for Failure {
                      disarm the alarm ({text})"
                 ));
             }
+            // It says so before it looks at anything else.
+            _ if says("not supported for learner") => (LEARNER, false),
             Code::Unimplemented => ("this server does not speak the API of etcd 3", true),
             Code::ResourceExhausted if says("too many requests") => ("the servers are overloaded", false),
             Code::FailedPrecondition | Code::InvalidArgument if says("etcdserver:") => (text, true),
@@ -186,6 +191,11 @@ impl Failure {
         )
     }
 
+    /// A member has refused it that only catches up with the others.
+    pub(crate) fn is_a_learners(&self) -> bool {
+        matches!(self, Self::Refused { reason, .. } if reason.contains(LEARNER))
+    }
+
     pub(crate) fn is_permanent(&self) -> bool {
         matches!(self, Self::Refused { permanent: true, .. })
     }
@@ -206,6 +216,16 @@ impl Failure {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_learner_may_serve_later() {
+        let says = "etcdserver: rpc not supported for learner";
+        for status in [Status::unavailable(says), Status::failed_precondition(says)] {
+            let failure = Failure::from(status);
+            assert!(failure.is_refusal() && !failure.is_permanent(), "{failure:?}");
+            assert!(failure.is_a_learners(), "{failure:?}");
+        }
+    }
 
     #[test]
     fn a_full_database_may_have_carried_it_out() {

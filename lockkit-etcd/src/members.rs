@@ -10,7 +10,7 @@ use tokio::{
 
 use crate::{
     connection::{Connection, Options},
-    error::{Failure, Result},
+    error::{Failure, LEARNER, Result},
     wire::Call,
 };
 
@@ -118,6 +118,7 @@ async fn stay_connected(state: watch::Sender<State>, hosts: Vec<String>, options
     let mut next = fastrand::usize(..hosts.len());
     let mut cluster = None;
     loop {
+        let before = cluster;
         let mut failure: Option<Failure> = None;
         let mut up = None;
         let mut found = Vec::new();
@@ -139,6 +140,9 @@ async fn stay_connected(state: watch::Sender<State>, hosts: Vec<String>, options
                 found.push(its);
                 if cluster.is_none() && are_most(&found, its) {
                     cluster = Some(its);
+                }
+                if connection.is_learner() {
+                    return Err(Failure::refused(format!("{host}: {LEARNER}"), false));
                 }
                 if cluster == Some(its) {
                     return Ok(connection);
@@ -167,8 +171,9 @@ async fn stay_connected(state: watch::Sender<State>, hosts: Vec<String>, options
             }
         }
         let most = found.iter().copied().find(|its| are_most(&found, *its));
-        if up.is_none() && most.is_some() {
-            // No host is of the cluster that was known, and most are of this one, which has taken its place.
+        if up.is_none() && most.is_some() && most != before {
+            // No host that serves is of the cluster that was known, and most are of this one, which has taken its place. Or it is known only
+            // since a learner was asked, and those before that were not taken.
             cluster = most;
             continue;
         }

@@ -340,6 +340,8 @@ pub(crate) struct StatusResponse {
     pub(crate) header: Option<Header>,
     #[prost(string, tag = "2")]
     pub(crate) version: String,
+    #[prost(bool, tag = "10")]
+    pub(crate) is_learner: bool,
 }
 
 /// A request and its answer, by the name of the method.

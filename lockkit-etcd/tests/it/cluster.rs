@@ -6,10 +6,10 @@ use std::{
 };
 
 use lockkit_conformance::stall::Stopwatch;
-use lockkit_core::{AcquireOptions, Error, FencingToken, LockClient, LossReason};
+use lockkit_core::{AcquireOptions, Error, FencingToken, LockClient, LossReason, spi::chain};
 use lockkit_testbed::{
     Mode, Proxy, Shared,
-    etcd::{EtcdCluster, EtcdServer},
+    etcd::{EtcdBuilder, EtcdCluster, EtcdServer},
     eventually,
 };
 use tokio::{
@@ -18,8 +18,8 @@ use tokio::{
 };
 
 use crate::server::{
-    block, connect, contend, keys, lock, no_etcd, rounds, soon, takes_its_turn, unique, waiter, watcher,
-    with_ttl,
+    block, client, config, connect, contend, keys, lock, no_etcd, rounds, soon, takes_its_turn, unique,
+    waiter, watcher, with_ttl,
 };
 
 /// The lease of tests in which it ends.
@@ -499,6 +499,41 @@ async fn waits_and_holds_outlive_a_member_that_is_replaced() {
     assert!(guard.is_held() && !next.is_finished());
     guard.release().await.unwrap();
     takes_its_turn("the next", next).await;
+}
+
+/// It serves nobody until it has caught up and was promoted.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_learner_among_the_hosts_is_passed_over() {
+    if no_etcd() {
+        return;
+    }
+    // It authenticates nobody, either.
+    for options in [EtcdServer::builder(), EtcdServer::builder().authorise("lockkit/")] {
+        passes_over_a_learner(options).await;
+    }
+}
+
+async fn passes_over_a_learner(options: EtcdBuilder) {
+    let cluster = block(|| EtcdCluster::start_with(options)).unwrap();
+    block(|| cluster.replace_by_learner(1)).unwrap();
+    let [voter, learner] = [0, 1].map(|member| cluster.member(member).addr());
+    // They begin with one of the two by chance.
+    for number in 0..12 {
+        let url = cluster.url_at(&[voter, learner]);
+        let ours = client(config(&url)).await;
+        let ours = ours.unwrap_or_else(|error| panic!("client {number}: {error}"));
+        let granted = lock(&ours, &unique("learner")).try_acquire().await;
+        let guard = granted.unwrap_or_else(|error| panic!("client {number}: {error}"));
+        guard.expect("nobody has it").release().await.unwrap();
+    }
+    let url = cluster.url_at(&[learner]);
+    let alone = match client(config(&url)).await {
+        Ok(ours) => lock(&ours, &unique("learner")).try_acquire().await.map(drop),
+        Err(error) => Err(error),
+    };
+    let error = alone.unwrap_err();
+    assert!(error.is_transient(), "it may be promoted: {error:?}");
+    assert!(chain(&error).contains("is a learner"), "{}", chain(&error));
 }
 
 /// Three members, each behind a proxy of its own, and the URL of the proxies.

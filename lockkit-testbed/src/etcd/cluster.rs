@@ -213,6 +213,18 @@ impl EtcdCluster {
     /// # Errors
     /// If the others do not agree to that, or it does not come up within a minute.
     pub fn replace(&self, member: usize) -> io::Result<()> {
+        self.replace_as(member, false)
+    }
+
+    /// [Replaces](Self::replace) a member by a learner, which nobody promotes.
+    ///
+    /// # Errors
+    /// As [`replace`](Self::replace).
+    pub fn replace_by_learner(&self, member: usize) -> io::Result<()> {
+        self.replace_as(member, true)
+    }
+
+    fn replace_as(&self, member: usize, is_learner: bool) -> io::Result<()> {
         let lost = &self.members[member];
         let other = &self.members[(member + 1) % SIZE];
         let name = format!("member-{member}");
@@ -230,9 +242,11 @@ impl EtcdCluster {
         };
         other.ctl(&["member", "remove", id])?;
         let url = format!("--peer-urls={url}");
+        let mut add = vec!["member", "add", name.as_str(), url.as_str()];
+        add.extend(is_learner.then_some("--learner"));
         let deadline = Instant::now() + START_UP;
         // They must have been connected for some seconds.
-        while let Err(error) = other.ctl(&["member", "add", &name, &url]) {
+        while let Err(error) = other.ctl(&add) {
             if Instant::now() >= deadline || !error.to_string().contains("unhealthy cluster") {
                 return Err(error);
             }
@@ -246,6 +260,10 @@ impl EtcdCluster {
             thread::sleep(Duration::from_millis(25));
         }
         lost.set_env("ETCD_INITIAL_CLUSTER_STATE", "existing");
+        if is_learner {
+            lost.spawn()?;
+            return lost.wait_learning();
+        }
         lost.start()
     }
 

@@ -361,6 +361,16 @@ impl EtcdServer {
             .any(|line| line.starts_with("etcd_cluster_version{")))
     }
 
+    /// Fails unless it is a learner of a cluster that has a leader.
+    pub(super) fn learns(&self) -> io::Result<()> {
+        let figures = self.get("/metrics", Duration::from_secs(1))?;
+        let has = |figure: &str| figures.lines().any(|line| line == figure);
+        if has("etcd_server_is_learner 1") && has("etcd_server_has_leader 1") {
+            return Ok(());
+        }
+        Err(io::Error::other("it is no learner, or knows no leader"))
+    }
+
     /// Returns whether it has a leader and can serve a linearizable read. One whose database is full can.
     ///
     /// # Errors
@@ -423,6 +433,11 @@ impl EtcdServer {
 
     pub(super) fn wait_ready(&self) -> io::Result<()> {
         self.process.wait_ready(START_UP, || self.healthy())
+    }
+
+    /// Waits until it is a learner.
+    pub(super) fn wait_learning(&self) -> io::Result<()> {
+        self.process.wait_ready(START_UP, || self.learns())
     }
 
     /// Its process id, kept up to date; 0 before its first start.
