@@ -274,10 +274,14 @@ impl Connection {
         }
     }
 
-    /// Returns what is left of a lease, in seconds; `None` if it is not there.
+    /// Returns what is left of the lease of a key, in seconds; `None` for a key that has none, and so has no end. Nothing is left of a lease
+    /// that is not there.
     pub(crate) async fn time_to_live(&self, lease: i64) -> Result<Option<u64>> {
+        if lease == 0 {
+            return Ok(None);
+        }
         let answer: LeaseResponse = self.unary(TIME_TO_LIVE, &LeaseRequest { id: lease }).await?;
-        Ok(u64::try_from(answer.ttl).ok())
+        Ok(Some(u64::try_from(answer.ttl).unwrap_or(0)))
     }
 
     /// Renews a lease. The answer alone proves nothing.
@@ -464,7 +468,7 @@ mod tests {
     use tokio::time::timeout;
 
     use super::*;
-    use crate::wire::RangeRequest;
+    use crate::wire::{LeaseGrantRequest, RangeRequest};
 
     /// Else a deletion hangs until the ping gives up, while its session goes on elsewhere and renews the lease of the key.
     #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -493,6 +497,27 @@ mod tests {
         );
         assert!(matches!(read, Ok(Err(Failure::Unknown(_)))), "{read:?}");
         assert!(matches!(renewed, Ok(Err(Failure::Unknown(_)))), "{renewed:?}");
+    }
+
+    /// It would be shown as a hold without an end.
+    #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+    async fn nothing_is_left_of_a_lease_that_is_not_there() {
+        if lockkit_testbed::skipped("etcd", etcd::missing()) {
+            return;
+        }
+        let server = tokio::task::block_in_place(EtcdServer::plain).unwrap();
+        let connection = Connection::open(&server.addr().to_string(), &Options::default()).await;
+        let connection = connection.unwrap();
+        let granted = connection.call(&LeaseGrantRequest { ttl: 60 }).await.unwrap();
+        let left = connection.time_to_live(granted.id).await.unwrap();
+        assert!(left.is_some_and(|left| (50..=60).contains(&left)), "{left:?}");
+        connection.revoke(granted.id).await.unwrap();
+        assert_eq!(connection.time_to_live(granted.id).await.unwrap(), Some(0));
+        assert_eq!(
+            connection.time_to_live(0).await.unwrap(),
+            None,
+            "a key without one"
+        );
     }
 
     #[test]

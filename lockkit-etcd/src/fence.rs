@@ -62,7 +62,11 @@ impl Shared {
         for _ in 0..MAX_LOOKS {
             let answer = self.members.call(look(self)).await?;
             let bases = bases(&answer.kvs)?;
-            let revision = answer.header.map_or(0, |header| header.revision);
+            let Some(revision) = answer.header.map(|header| header.revision) else {
+                return Err(Failure::Unknown(
+                    "the servers' answer names no revision".to_owned(),
+                ));
+            };
             let number = u64::try_from(revision).map_err(|_| no_token(revision))?;
             let Some(text) = bases.raised(above, number) else {
                 return bases.fence(number).ok_or_else(|| no_token(revision));

@@ -153,7 +153,8 @@ impl OwnKey {
         self.abandon_watch.take_pending_delete();
     }
 
-    /// Waits for the answer to the request for the key. Returns it once, `None` when it was there before.
+    /// Waits for the answer to the request for the key. Returns it once, `None` when it was there before, or does not say what
+    /// has come of the request.
     ///
     /// # Cancel safety
     /// May be dropped: the answer is awaited the next time.
@@ -168,7 +169,7 @@ impl OwnKey {
             reason = self.session.over() => Err(Failure::SessionEnded(reason)),
         };
         self.stage = Stage::Unknown;
-        answer.map(Some)
+        answer.map(known)
     }
 
     /// Notes that the transaction of this revision has made the key.
@@ -548,7 +549,12 @@ impl Drop for OwnKey {
 /// Returns the revision that has made the key that this transaction was to make; `None` if it has not made it.
 pub(crate) fn made_by(answer: &TxnResponse) -> Option<i64> {
     let revision = answer.header.map(|header| header.revision);
-    revision.filter(|_| answer.succeeded)
+    revision.filter(|revision| answer.succeeded && *revision > 0)
+}
+
+/// Returns an answer that says what has come of the request. One that says that the key was made, and by no revision, does not.
+fn known(answer: TxnResponse) -> Option<TxnResponse> {
+    (!answer.succeeded || made_by(&answer).is_some()).then_some(answer)
 }
 
 /// Returns the request that puts a key that was read, with another lease and nothing else.
@@ -587,7 +593,7 @@ mod tests {
     use tokio::time::{sleep, timeout};
 
     use super::*;
-    use crate::session::tests::open;
+    use crate::{session::tests::open, wire::Header};
 
     /// Makes a key.
     async fn own_key(session: &Arc<Session>) -> OwnKey {
@@ -606,6 +612,33 @@ mod tests {
         own.made(made_by(&answer).unwrap());
         own.set_bases(Bases::default());
         own
+    }
+
+    /// It is looked for, as after an answer that was lost. The key that was made would be left behind.
+    #[test]
+    fn a_success_without_a_revision_is_not_known() {
+        let header = |revision| {
+            Some(Header {
+                cluster_id: 1,
+                revision,
+                raft_term: 1,
+            })
+        };
+        for (succeeded, header, is_known) in [
+            (true, header(7), true),
+            (true, header(0), false),
+            (true, header(-1), false),
+            (true, None, false),
+            (false, header(7), true),
+            (false, None, true),
+        ] {
+            let answer = TxnResponse {
+                header,
+                succeeded,
+                responses: Vec::new(),
+            };
+            assert_eq!(known(answer).is_some(), is_known, "{succeeded}, {header:?}");
+        }
     }
 
     /// Reads a key.
