@@ -28,7 +28,7 @@ use crate::{
 };
 
 /// The largest semaphore: finding a free permit means trying each.
-const MAX_PERMITS: u32 = 10_000;
+pub(crate) const MAX_PERMITS: u32 = 10_000;
 /// Long, as each retry wakes two threads of a sleeping process, and a hundred processes may wait.
 const POLL_WATCHED: Duration = Duration::from_secs(10);
 const POLL_UNWATCHED: Duration = Duration::from_millis(25);
@@ -203,10 +203,12 @@ pub(crate) async fn blocking<T: Send + 'static>(
 
 #[cfg(test)]
 mod tests {
+    use std::num::NonZeroU32;
+
     use lockkit_core::spi::{OwnerId, Renewal};
 
     use super::*;
-    use crate::queue;
+    use crate::{layout, queue, token_record};
 
     async fn claim(backend: &FileBackend, owner: u128) -> Box<dyn Claim> {
         let request = ClaimRequest::new(
@@ -246,6 +248,46 @@ mod tests {
             holder.release().await.unwrap();
             assert!(rival.attempt(Duration::ZERO).await.unwrap().is_some());
         });
+    }
+
+    /// Whoever may write the files may write any size.
+    #[test]
+    fn a_size_that_no_semaphore_has_keeps_nobody_for_long() {
+        let name = LockName::new("n").unwrap();
+        let request = |permits| {
+            let mode = Mode::Permits(NonZeroU32::new(permits).unwrap());
+            ClaimRequest::new(name.clone(), mode, Duration::from_secs(30), OwnerId::new(1))
+        };
+        let (two, most) = (request(2), request(u32::MAX));
+        let dir = tempfile::TempDir::new().unwrap();
+        let config = FileConfig::new(dir.path());
+        let (done, wait) = std::sync::mpsc::channel();
+        std::thread::spawn(move || {
+            let runtime = tokio::runtime::Builder::new_current_thread()
+                .enable_all()
+                .build()
+                .unwrap();
+            runtime.block_on(async {
+                let backend = FileBackend::open(config).await.unwrap();
+                let mut claim = backend.claim(&two).await.unwrap();
+                assert!(claim.attempt(Duration::ZERO).await.unwrap().is_some());
+                claim.release().await.unwrap();
+                let files = backend.layout.files(&two.name, LockKind::Semaphore);
+                let (file, _) = layout::open_writable(&files.main()).unwrap().unwrap();
+                token_record::set_size(&files, &file, &most).unwrap();
+                let seen = backend.inspect(&two.name, LockKind::Semaphore).await.unwrap();
+                assert!(seen.is_free());
+                assert!(claim.attempt(Duration::ZERO).await.unwrap().is_some());
+                claim.release().await.unwrap();
+            });
+            let _ = done.send(());
+        });
+        // It takes tens of milliseconds, and for the size as it is more than an hour.
+        let waited = wait.recv_timeout(Duration::from_mins(1));
+        assert!(
+            waited.is_ok(),
+            "it still looks for permits, or has failed: {waited:?}"
+        );
     }
 
     #[tokio::test]

@@ -13,6 +13,7 @@ use lockkit_core::spi::{ClaimRequest, Grant, Lease, Mode};
 use tokio::time::Instant;
 
 use crate::{
+    backend::MAX_PERMITS,
     disk_pace::DiskPace,
     error::{FileError, Result},
     flock::Flock,
@@ -397,7 +398,8 @@ impl BlockingClaim {
         }
         // An inspection's probe would look like a holder.
         let _ledger = files.share_ledger()?;
-        for index in 0..in_use.unwrap_or(0) {
+        // No semaphore has more. A record that says so would keep this going for hours.
+        for index in 0..in_use.unwrap_or(0).min(MAX_PERMITS) {
             let path = files.permit(index);
             let Some(permit) = layout::open(&path)?.map(Arc::new) else {
                 continue;

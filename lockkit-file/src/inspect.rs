@@ -10,6 +10,7 @@ use std::{
 use lockkit_core::{LockKind, LockName};
 
 use crate::{
+    backend::MAX_PERMITS,
     error::{FileError, Result},
     flock::Flock,
     hold::wake_watchers,
@@ -142,7 +143,8 @@ fn permit_holders(files: &Files, file: &File) -> Result<Vec<TokenRecord>> {
     let permits = token_record::read(files, file)?.map_or(0, |last| last.permits);
     let mut holders = Vec::new();
     let mut probed = false;
-    for index in 0..permits {
+    // No semaphore has more, whatever the record says.
+    for index in 0..permits.min(MAX_PERMITS) {
         let path = files.permit(index);
         let Some(permit) = layout::open(&path)?.map(Arc::new) else {
             continue;
