@@ -2,7 +2,10 @@
 
 use std::{
     fmt,
-    sync::Arc,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
     time::{Duration, UNIX_EPOCH},
 };
 
@@ -50,18 +53,20 @@ pub struct FileBackend {
     watcher: Mutex<Option<Arc<Watcher>>>,
     pace: Arc<DiskPace>,
     watched: bool,
+    /// True if the directory was there, and could be written.
+    is_prepared: AtomicBool,
 }
 
 impl FileBackend {
-    /// Opens the directory, or creates it.
+    /// Opens the directory. Creates nothing: the first acquisition creates a directory that is missing, and to look, it is enough to read.
     ///
     /// # Errors
     /// [`Error::InvalidOptions`] for a value that cannot be kept. [`Error::Backend`], naming the path, if the
-    /// directory cannot be created, read or written, or if it or the namespace in it is a symbolic link or no
-    /// directory.
+    /// directory cannot be read, or if it or the namespace in it is a symbolic link or no directory. If it cannot be
+    /// created or written, acquisitions say so.
     ///
     /// # Cancel safety
-    /// May be dropped at any await. A created directory stays.
+    /// May be dropped at any await.
     pub async fn open(config: FileConfig) -> Result<Self> {
         config.check()?;
         let FileConfig { dir, namespace, poll } = config;
@@ -80,7 +85,21 @@ impl FileBackend {
             watched: watcher.is_some(),
             watcher: Mutex::new(watcher.map(Arc::new)),
             pace: Arc::default(),
+            is_prepared: AtomicBool::new(false),
         })
+    }
+
+    /// Creates the directory if it is missing, and checks that it can be written, unless that was done. What misses it later creates it anew.
+    async fn prepare(&self) -> Result<()> {
+        if self.is_prepared.load(Ordering::Relaxed) {
+            return Ok(());
+        }
+        let layout = Arc::clone(&self.layout);
+        blocking(move || layout.prepare())
+            .await
+            .map_err(|error| error.into_error("acquire"))?;
+        self.is_prepared.store(true, Ordering::Relaxed);
+        Ok(())
     }
 
     async fn holders(&self, name: &LockName, kind: LockKind) -> Result<Vec<TokenRecord>> {
@@ -124,6 +143,7 @@ impl Backend for FileBackend {
                 format!("{permits} is more than the {MAX_PERMITS} that a file semaphore can have"),
             ));
         }
+        self.prepare().await?;
         Ok(Box::new(FileClaim::new(ClaimSpec {
             request: request.clone(),
             files: self.layout.files(&request.name, request.mode.kind()),

@@ -45,7 +45,7 @@ impl Layout {
     /// The longest namespace: escaped, each of its bytes may take three.
     pub(crate) const MAX_NAMESPACE: usize = 80;
 
-    /// Creates missing directories and checks existing ones. `namespace` must have passed the config's check.
+    /// Finds the directory, and checks what is there. Creates nothing. `namespace` must have passed the config's check.
     pub(crate) fn open(dir: &Path, namespace: &str) -> Result<Self> {
         Self::open_in(BootId::current(), dir, namespace)
     }
@@ -62,17 +62,26 @@ impl Layout {
         } else {
             dir
         };
-        ensure_dir(&dir)?;
+        check_dir(&dir)?;
         let layout = Self {
-            root: dir.canonicalize().map_err(FileError::io("find", &dir))?,
+            root: canonical(&dir)?,
             namespace: (!namespace.is_empty()).then(|| escape(namespace.as_bytes(), |c, _| is_plain(c))),
             boot,
         };
-        layout.ensure()?;
         let dir = layout.dir();
-        rustix::fs::access(&dir, Access::READ_OK | Access::WRITE_OK | Access::EXEC_OK)
-            .map_err(|errno| FileError::io("read and write the directory", &dir)(errno.into()))?;
+        if check_dir(&dir)? {
+            rustix::fs::access(&dir, Access::READ_OK | Access::EXEC_OK)
+                .map_err(|errno| FileError::io("read the directory", &dir)(errno.into()))?;
+        }
         Ok(layout)
+    }
+
+    /// Creates missing directories, and checks that this process may write there.
+    pub(crate) fn prepare(&self) -> Result<()> {
+        self.ensure()?;
+        let dir = self.dir();
+        rustix::fs::access(&dir, Access::READ_OK | Access::WRITE_OK | Access::EXEC_OK)
+            .map_err(|errno| FileError::io("read and write the directory", &dir)(errno.into()))
     }
 
     /// Returns the canonical directory, as a URL.
@@ -258,9 +267,18 @@ impl Files {
         Ok(dir)
     }
 
-    /// Locks the ledger exclusively, for moments only.
-    pub(crate) fn lock_ledger(&self) -> Result<Flock> {
-        self.lock_soon(&self.ledger(), Flock::exclusive)
+    /// Locks the ledger exclusively, for moments only. `None` if there is none, and this process may not create it. Then a probe does without:
+    /// an attempt that it misleads creates the ledger, and tries once more.
+    pub(crate) fn lock_ledger(&self) -> Result<Option<Flock>> {
+        let path = self.ledger();
+        match self.lock_soon(&path, Flock::exclusive) {
+            Err(FileError::Io { source, .. }) if is_refusal(&source) => match open(&path)? {
+                None => Ok(None),
+                // An attempt has created it just now.
+                Some(_) => self.lock_soon(&path, Flock::exclusive).map(Some),
+            },
+            locked => locked.map(Some),
+        }
     }
 
     /// Locks the ledger shared: nobody probes meanwhile.
@@ -389,6 +407,13 @@ fn create(path: &Path) -> Result<(File, Inode)> {
     open_regular(OpenOptions::new().read(true).mode(0o600), create, path)
 }
 
+/// Returns `true` if this process may not write there.
+fn is_refusal(error: &io::Error) -> bool {
+    use io::ErrorKind::{PermissionDenied, ReadOnlyFilesystem};
+
+    matches!(error.kind(), PermissionDenied | ReadOnlyFilesystem)
+}
+
 fn none_if_missing<T>(opened: Result<T>) -> Result<Option<T>> {
     match opened {
         Err(FileError::Io { source, .. }) if source.kind() == io::ErrorKind::NotFound => Ok(None),
@@ -434,21 +459,50 @@ fn heir(path: &Path, metadata: &Metadata) -> Option<(Uid, Gid)> {
 
 /// Creates a directory for its owner alone, unless it is there.
 pub(crate) fn ensure_dir(dir: &Path) -> Result<()> {
-    let metadata = match dir.symlink_metadata() {
-        Err(error) if error.kind() == io::ErrorKind::NotFound => {
-            create_dirs(dir)?;
-            dir.symlink_metadata()
+    if !check_dir(dir)? {
+        create_dirs(dir)?;
+        if !check_dir(dir)? {
+            return Err(FileError::io("create the directory", dir)(
+                io::ErrorKind::NotFound.into(),
+            ));
         }
-        other => other,
     }
-    .map_err(FileError::io("look at", dir))?;
+    Ok(())
+}
+
+/// Returns whether a directory is there.
+///
+/// # Errors
+/// If something else is.
+fn check_dir(dir: &Path) -> Result<bool> {
+    let metadata = match dir.symlink_metadata() {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(false),
+        other => other.map_err(FileError::io("look at", dir))?,
+    };
     if metadata.is_symlink() {
         return Err(wrong_type(dir, "a symbolic link", "a directory"));
     }
     if !metadata.is_dir() {
         return Err(wrong_type(dir, "a file", "a directory"));
     }
-    Ok(())
+    Ok(true)
+}
+
+/// Returns the canonical path of a directory, also of one that is still to be created.
+fn canonical(dir: &Path) -> Result<PathBuf> {
+    let absolute = std::path::absolute(dir).map_err(FileError::io("find", dir))?;
+    for there in absolute.ancestors() {
+        match there.canonicalize() {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+            found => {
+                let found = found.map_err(FileError::io("find", dir))?;
+                let missing = absolute.strip_prefix(there).unwrap_or(Path::new(""));
+                // To join nothing would end it in a slash.
+                return Ok(found.join(missing).components().collect());
+            }
+        }
+    }
+    Ok(absolute)
 }
 
 /// Creates a directory and those that it is in, each for its owner alone.

@@ -10,6 +10,7 @@ mod holding;
 mod jobs;
 mod limits;
 mod listing;
+mod looking;
 mod losing;
 mod rogues;
 mod servers;

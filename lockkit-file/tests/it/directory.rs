@@ -9,14 +9,14 @@ use std::{
 };
 
 use lockkit_core::{
-    Error, LockKind,
+    Error, LockClient, LockKind,
     spi::{Backend, Mode, chain},
 };
 use lockkit_file::{FileBackend, FileConfig};
 use lockkit_testbed::Mounted;
 use tempfile::TempDir;
 
-use crate::fixture::{DIR, PATIENCE, ROLE, TRY, claim, files, granted, name, open, permits};
+use crate::fixture::{DIR, PATIENCE, ROLE, TRY, claim, files, granted, held, name, open, permits, request};
 
 async fn refusal(dir: impl Into<PathBuf>) -> Error {
     FileBackend::open(FileConfig::new(dir)).await.unwrap_err()
@@ -43,6 +43,7 @@ async fn symbolic_links_and_foreign_files_are_refused() {
     fs::remove_file(real.join("lockkit")).unwrap();
 
     let backend = open(&real).await;
+    granted(&mut claim(&backend, "n", Mode::Exclusive).await).await;
     let target = dir.path().join("target");
     fs::write(&target, "precious").unwrap();
     symlink(&target, real.join("lockkit/linked.lock")).unwrap();
@@ -159,35 +160,63 @@ async fn created_files_are_for_their_owner_alone() {
     assert_eq!(mode(&there), 0o750, "an existing directory is left as it was");
 }
 
+/// It is made by whoever locks first.
+#[tokio::test]
+async fn looking_makes_no_directory() {
+    let parent = TempDir::new().unwrap();
+    let dir = parent.path().join("made/here");
+    let client = LockClient::new(open(&dir).await);
+    assert!(client.inspect("n").await.unwrap().is_free());
+    assert!(client.list("").unwrap().next().await.is_none());
+    assert_eq!(fs::read_dir(parent.path()).unwrap().count(), 0);
+    let guard = client.lock("n").unwrap().acquire().await.unwrap();
+    assert!(dir.join("lockkit/n.lock").exists());
+    assert_eq!(client.inspect("n").await.unwrap().holders[0].token, guard.token());
+    guard.release().await.unwrap();
+}
+
 #[tokio::test]
 async fn a_read_only_directory_is_one_clear_error() {
     let dir = TempDir::new().unwrap();
     // Root may write anywhere but on a read-only file system.
     let _mounted = if rustix::process::getuid().is_root() {
         let Some(mounted) = Mounted::new(dir.path(), "size=64k") else {
-            let error = refusal("/proc/lockkit").await;
+            let error = refusal_to_lock(Path::new("/proc/lockkit")).await;
             println!("root without the right to mount: tried /proc in place of a read-only file system");
             assert!(chain(&error).contains("/proc/lockkit"), "{}", chain(&error));
             return;
         };
-        open(dir.path()).await;
+        used(dir.path()).await;
         mounted.again("remount,ro").unwrap();
         Some(mounted)
     } else {
-        open(dir.path()).await;
+        used(dir.path()).await;
         for path in [dir.path().join("lockkit"), dir.path().to_owned()] {
             fs::set_permissions(path, fs::Permissions::from_mode(0o500)).unwrap();
         }
         None
     };
-    let error = refusal(dir.path()).await;
+    let state = open(dir.path()).await.inspect(&name("n"), LockKind::Lock).await;
+    let error = refusal_to_lock(dir.path()).await;
     fs::set_permissions(dir.path(), fs::Permissions::from_mode(0o700)).ok();
+    assert!(state.unwrap().is_free());
     assert!(!error.is_transient());
     assert!(
         chain(&error).contains(dir.path().to_str().unwrap()),
         "{}",
         chain(&error)
     );
+}
+
+/// Has a lock for a moment, so that its files are there.
+async fn used(dir: &Path) {
+    let (_, mut holder) = held(dir, Mode::Exclusive).await;
+    holder.release().await.unwrap();
+}
+
+async fn refusal_to_lock(dir: &Path) -> Error {
+    let backend = open(dir).await;
+    backend.claim(&request("n", Mode::Exclusive)).await.unwrap_err()
 }
 
 #[tokio::test]

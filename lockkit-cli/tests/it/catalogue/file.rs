@@ -109,11 +109,12 @@ fn file_errors_are_those_of_the_catalogue() {
     );
     table.row(
         "the directory was removed while a client was connected, and a file is in its place",
-        says("Not a directory", "choose another directory").of("job.lock"),
+        says("is a file, not a directory", "choose another directory"),
         "Remove the file.",
         || {
             let dir = TempDir::new().unwrap();
             let locks = dir.path().join("locks");
+            fs::create_dir(&locks).unwrap();
             meanwhile(&url(&locks), |_| {
                 fs::remove_dir_all(&locks).unwrap();
                 fs::write(&locks, "").unwrap();
