@@ -1,8 +1,12 @@
 //! `lockkit fence`.
 
 use lockkit_testbed::{
+    etcd::{self, EtcdServer},
+    mysql::{Flavour, MySql},
+    postgres::{self, PgServer},
     redis::{self, RedisServer},
     skipped,
+    zookeeper::{self, ZkServer},
 };
 
 use crate::tool::{lockkit, outcome};
@@ -20,30 +24,79 @@ fn token(url: &str) -> u64 {
     token.trim().parse().unwrap()
 }
 
-#[test]
-fn tokens_are_raised_and_not_lowered() {
-    if skipped("redis", redis::missing()) {
-        return;
-    }
-    let server = RedisServer::plain().unwrap();
-    let url = server.url();
+/// Raises the tokens of this server, which nobody else uses.
+fn raised_and_not_lowered(url: &str) {
+    assert_eq!(fence(url, &["show"]).0, 0, "also before there was a hold");
     let before = token(url);
     let (status, shown, complaint) = fence(url, &["show"]);
     assert_eq!((status, &*complaint), (0, ""));
     let highest: u64 = shown.trim_end().parse().unwrap();
     assert!(highest >= before, "{highest}, and {before} was granted");
 
-    let above = (before + 1_000_000_000).to_string();
-    let (status, shown, complaint) = fence(url, &["raise", "--above", &above]);
-    assert_eq!((status, &*shown, &*complaint), (0, &*format!("{above}\n"), ""));
+    let above = before + 1_000_000_000;
+    let raised = raise(url, above);
+    assert!(raised >= above, "{raised}");
     let after = token(url);
-    assert!(after > before + 1_000_000_000, "{after}");
+    assert!(after > raised, "{after}, and raised above {raised}");
 
-    let (status, shown, complaint) = fence(url, &["raise", "--above", "7"]);
-    assert_eq!((status, &*shown), (0, &*format!("{after}\n")));
-    let said = format!("lockkit: tokens are above 7 by more: they go on above {after}\n");
+    let raised = raise(url, 7);
+    assert!(raised >= after, "{raised}, and {after} was granted");
+    assert!(token(url) > raised);
+}
+
+/// Returns what tokens are above then, which may be more than was asked for. If so, it says that.
+fn raise(url: &str, above: u64) -> u64 {
+    let (status, shown, complaint) = fence(url, &["raise", "--above", &above.to_string()]);
+    assert_eq!(status, 0, "{complaint}");
+    let raised = shown.trim_end().parse().unwrap();
+    let said = match raised {
+        _ if raised == above => String::new(),
+        _ => format!("lockkit: tokens are above {above} by more: they go on above {raised}\n"),
+    };
     assert_eq!(complaint, said);
-    assert!(token(url) > after);
+    raised
+}
+
+#[test]
+fn tokens_of_redis_are_raised_and_not_lowered() {
+    if !skipped("redis", redis::missing()) {
+        raised_and_not_lowered(RedisServer::plain().unwrap().url());
+    }
+}
+
+#[test]
+fn tokens_of_zookeeper_are_raised_and_not_lowered() {
+    if !skipped("zk", zookeeper::missing()) {
+        let server = ZkServer::plain().unwrap();
+        raised_and_not_lowered(&format!("zk://{}", server.addr()));
+    }
+}
+
+#[test]
+fn tokens_of_etcd_are_raised_and_not_lowered() {
+    if !skipped("etcd", etcd::missing()) {
+        let server = EtcdServer::plain().unwrap();
+        raised_and_not_lowered(&format!("etcd://{}", server.addr()));
+    }
+}
+
+#[test]
+fn tokens_of_postgres_are_raised_and_not_lowered() {
+    if !skipped("postgres", postgres::missing()) {
+        raised_and_not_lowered(&PgServer::plain().unwrap().url());
+    }
+}
+
+#[test]
+fn tokens_of_mysql_are_raised_and_not_lowered() {
+    for flavour in [Flavour::MariaDb, Flavour::MySql] {
+        if !skipped("mysql", MySql::missing(flavour)) {
+            let server = MySql::start(flavour, &[]).unwrap();
+            for mode in ["for_update", "lease"] {
+                raised_and_not_lowered(&format!("{}?mode={mode}", server.url()));
+            }
+        }
+    }
 }
 
 #[test]
