@@ -18,7 +18,7 @@ use lockkit_testbed::{
 
 use rustix::process::Signal;
 
-use crate::tool::{Running, Site, eventually, outcome};
+use crate::tool::{Running, Site, eventually, lockkit, outcome};
 
 /// The nights on each kind of server. For more of them, say how many in `LOCKKIT_NIGHTS`.
 const NIGHTS: usize = 4;
@@ -169,6 +169,31 @@ fn a_job_of_any_name_keeps_its_lock_and_gets_no_pipe() {
     let (status, output, complaint) = job(&["./lockkit-not-run", "-c", show]);
     assert_eq!((status, output), (0, without.1), "{complaint}");
     assert_eq!(job(&["true"]).0, 124, "the name stays taken");
+}
+
+#[test]
+fn a_name_is_not_kept_for_longer_than_a_server_allows() {
+    if skipped("redis", redis::missing()) {
+        return;
+    }
+    let masters = [(); 3].map(|()| RedisServer::plain().unwrap());
+    let [one, two, three] = masters.each_ref().map(RedisServer::addr);
+    let url = format!("redlock://{one},{two},{three}?max_ttl=30s&ttl=10s");
+    let run = [
+        "run",
+        "--url",
+        &url,
+        "--try",
+        "--at-least",
+        "31s",
+        "job",
+        "--",
+        "true",
+    ];
+    let (status, shown, complaint) = outcome(&mut lockkit(&run));
+    assert_eq!((status, &*shown), (125, ""), "{complaint}");
+    let said = "lockkit: invalid option `hold_at_least`: 31s is longer than a lease can be\n";
+    assert_eq!(complaint, said);
 }
 
 /// Runs lockkit as a program with rights of its own may be installed: its users can run it and nothing else. The system keeps what such a
