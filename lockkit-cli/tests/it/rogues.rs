@@ -14,6 +14,7 @@ mod etcd;
 mod postgres;
 mod redis;
 mod trickle;
+mod zookeeper;
 
 const PASSWORD: &str = "canary p%ss";
 /// The password as it is in a URL.
