@@ -13,5 +13,6 @@ pub(crate) mod loss;
 pub(crate) mod names;
 pub(crate) mod permits;
 pub(crate) mod processes;
+pub(crate) mod sets;
 pub(crate) mod shared;
 pub(crate) mod waiting;

@@ -19,7 +19,7 @@ use crate::{
     case_run::{CaseRun, LIMIT, MOST_DEATHS, Outcome, Stop},
     cases::{
         asking, basic, claims, contention, detaching, downgrade, election, fence, listing, loss, names,
-        permits, processes, shared, waiting,
+        permits, processes, sets, shared, waiting,
     },
     helper::Launch,
     history::BROKEN,
@@ -229,6 +229,14 @@ macro_rules! __for_each_case {
         permits::apart_from_the_lock [Permits] "a semaphore and a lock of one name do not exclude each other";
         permits::semaphores_are_unsupported [NoPermits] "semaphores are Unsupported where there are none";
         permits::killed_holder_returns_its_permit [Permits, Processes] "the permit of a process that is killed comes back";
+        sets::set_is_all_or_nothing [] "a set of locks of which one is taken is not granted, and keeps nothing; one that is granted has all of them";
+        sets::set_tokens_rise [] "each token of a set is above those that its name had before, in sets and by itself";
+        sets::set_is_told_of_a_loss [] "a set that loses one lock is told, also while it waits for another, and keeps nothing";
+        sets::set_has_each_lock_once [] "a set with one lock twice is InvalidOptions; by two addresses of its server, it is taken";
+        sets::sets_in_opposite_orders_never_lock_up [] "4 clients that want two of three locks, in opposite orders, again and again all get theirs";
+        sets::set_dropped_midway [] "a set dropped after its 1st, 2nd, … nth poll, or while it waits, leaves nothing behind";
+        sets::set_members_of_every_mode [] "a set has shared locks and permits where there are such, and is Unsupported and keeps nothing otherwise";
+        sets::set_outage_is_never_taken [] "a try for a set of which one server is away is an error, and keeps nothing";
         processes::second_process_excludes [Processes] "another process holds: a try is None, and granted after its release";
         processes::exit_without_release [Processes] "a process that exits without release leaves the lock free";
         processes::killed_holder_lets_a_waiter_in [Processes] "a holder is killed: a waiter that was blocked wins within the bound";

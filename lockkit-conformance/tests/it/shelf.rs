@@ -87,6 +87,10 @@ pub(crate) enum Mutant {
     AdoptsWhateverTheToken,
     AdoptsTheAsked,
     AdoptsWithoutExtending,
+    // Several holds of a client.
+    OneHoldAClient,
+    TakenEndsTheRest,
+    LosesReleasesAtOnce,
     // Names and claims.
     FoldsCase,
     CutsLongNames,
@@ -106,7 +110,11 @@ pub(crate) struct Shelf {
     raised: Arc<AtomicU64>,
     /// The client's way to it.
     outage: Arc<Mutex<Option<Outage>>>,
+    session: Session,
 }
+
+/// A client's session, which is locked while a release of it is under way.
+type Session = Arc<tokio::sync::Mutex<()>>;
 
 #[derive(Debug, Default)]
 struct Entry {
@@ -121,6 +129,7 @@ struct Hold {
     until: Instant,
     label: Option<String>,
     asked: bool,
+    session: Session,
 }
 
 impl Hold {
@@ -145,6 +154,15 @@ impl Shelf {
             entries: Arc::default(),
             raised: Arc::default(),
             outage: Arc::default(),
+            session: Arc::default(),
+        }
+    }
+
+    /// Returns the same server, for another client.
+    fn in_a_session(&self) -> Self {
+        Self {
+            session: Arc::default(),
+            ..self.clone()
         }
     }
 
@@ -179,6 +197,16 @@ impl Shelf {
             self.forget(entry, Mutant::ForgetsTokensOfTheExpired);
         }
         act(entry)
+    }
+
+    /// Ends what the client holds of other names.
+    fn end_the_rest(&self, name: &LockName) {
+        let mut entries = self.entries.lock().unwrap();
+        for (_, entry) in entries.iter_mut().filter(|(other, _)| *other != name.as_str()) {
+            entry
+                .hold
+                .take_if(|hold| Arc::ptr_eq(&hold.session, &self.session));
+        }
     }
 
     fn forget(&self, entry: &mut Entry, mutant: Mutant) {
@@ -362,6 +390,7 @@ impl ShelfClaim {
             until: self.end(),
             label: self.request.label.as_ref().map(ToString::to_string),
             asked: false,
+            session: self.shelf.session.clone(),
         });
         Some(tokens)
     }
@@ -378,6 +407,7 @@ impl ShelfClaim {
                     until: end,
                     label: None,
                     asked: false,
+                    session: self.shelf.session.clone(),
                 });
                 return None;
             }
@@ -425,6 +455,13 @@ impl Claim for ShelfClaim {
             .shelf
             .ask(&self.request.name, |entry| self.granted(entry))
             .await;
+        let ends_the_rest = match tokens {
+            Some(_) => Mutant::OneHoldAClient,
+            None => Mutant::TakenEndsTheRest,
+        };
+        if self.is(ends_the_rest) {
+            self.shelf.end_the_rest(&self.request.name);
+        }
         let Some((first, last)) = tokens else {
             if self.is(Mutant::WaitsWithoutPatience) {
                 tokio::time::sleep(Duration::from_secs(2)).await;
@@ -496,6 +533,10 @@ impl Claim for ShelfClaim {
         if self.is(Mutant::ReleasesWhatWasSeen) && !seen {
             return Ok(());
         }
+        let under_way = self.shelf.session.try_lock();
+        if under_way.is_err() && self.is(Mutant::LosesReleasesAtOnce) {
+            return Ok(());
+        }
         let ended = self.shelf.ask(&self.request.name, |entry| {
             let any = self.is(Mutant::ReleasesForOthers);
             let ends = entry.hold.as_ref().is_some_and(|hold| any || hold.owner == owner);
@@ -506,6 +547,7 @@ impl Claim for ShelfClaim {
             ends
         });
         let was_there = ended.await;
+        drop(under_way);
         let again = was_released && self.is(Mutant::SecondReleaseIsLost);
         if (seen && !was_there && !self.is(Mutant::OkThoughGone)) || again {
             return Err(Error::lost("shelf", self.request.name.clone(), LossReason::Gone));
@@ -523,11 +565,11 @@ impl Claim for ShelfClaim {
 #[async_trait]
 impl Harness for Shelf {
     async fn client(&self) -> Result<LockClient> {
-        Ok(LockClient::new(self.clone()))
+        Ok(LockClient::new(self.in_a_session()))
     }
 
     async fn on_a_way(&self) -> Result<Option<(LockClient, Way)>> {
-        let mut behind = self.clone();
+        let mut behind = self.in_a_session();
         behind.outage = Arc::default();
         let outage = behind.outage.clone();
         let way = Way::new(move |cut| *outage.lock().unwrap() = cut);
