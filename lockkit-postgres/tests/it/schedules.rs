@@ -609,7 +609,9 @@ async fn a_loss_found_within_a_short_op_timeout_is_told() {
 /// All inspections of a client share a connection, which one that is neither polled nor dropped is not to keep.
 async fn an_inspection_that_is_not_polled_stops_no_other() {
     let server = private(&[]);
-    let client = client(server.addr()).await;
+    // No reply is there before it is asked for again.
+    let gate = Gate::start(server.addr(), Duration::from_millis(20)).await;
+    let client = client(gate.addr).await;
     let guard = client.lock("a").unwrap().acquire().await.unwrap();
     for _ in 0..2 {
         let mut forgotten = pin!(client.inspect("a"));
