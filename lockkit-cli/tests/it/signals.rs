@@ -130,7 +130,7 @@ fn a_process_group_of_its_own_is_ended_and_stopped_too() {
 fn what_is_begun_while_all_is_stopped_stops_too() {
     let site = Site::new();
     let relay = "setpgrp 0, 0; $SIG{CHLD} = 'IGNORE'; open $log, '>>', 'log'; for (1 .. 5) { next if fork; \
-                 for (1 .. 12000) { if (!fork) { for (1 .. 10) { syswrite $log, '.'; select undef, undef, undef, 0.03 } exit } \
+                 for (1 .. 3000) { if (!fork) { for (1 .. 10) { syswrite $log, '.'; select undef, undef, undef, 0.03 } exit } \
                  select undef, undef, undef, 0.01 } exit } sleep 600";
     fs::write(site.path("relay"), relay).unwrap();
     let script = "perl relay >/dev/null 2>&1 & echo up; exec sleep 600";
