@@ -105,7 +105,7 @@ impl LockClient {
     ///
     /// In one step, the server finds the hold, renews it and makes this client its owner. So one adopts it, and nobody else does. The
     /// other options that apply are this client's [defaults](Self::with_defaults), its label among them. A `max_hold` counts from
-    /// the adoption.
+    /// the adoption. What was left of a `hold_at_least` when the hold was detached counts on from the adoption.
     ///
     /// ```
     /// use std::time::Duration;
@@ -147,11 +147,12 @@ impl LockClient {
     pub async fn adopt(&self, detached: &mut DetachedHold) -> Result<LockGuard> {
         let name = election::check_not_reserved(detached.name().clone())?;
         let mut options = AcquireOptions::new().ttl(detached.ttl()).or(&self.defaults);
-        // That time began with the grant.
         options.hold_at_least = None;
         let queue = self.core.queue(name, detached.mode());
-        let request = Arc::new(AcquireRequest::new(&queue, &options)?);
-        Ok(LockGuard::new(adopt(&request, detached).await?))
+        let mut request = AcquireRequest::new(&queue, &options)?;
+        // That time began with the grant. It is kept whatever the other options of this client are.
+        request.hold_at_least = detached.least.map(Box::new);
+        Ok(LockGuard::new(adopt(&Arc::new(request), detached).await?))
     }
 
     /// Returns the holders and waiters of the lock of this name. Refuses and delays nobody.

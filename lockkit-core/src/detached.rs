@@ -26,6 +26,8 @@ pub struct DetachedHold {
     pub(crate) owner: OwnerId,
     pub(crate) token: FencingToken,
     pub(crate) ttl: Duration,
+    /// What was left of its `hold_at_least` when it was detached. In whole milliseconds.
+    pub(crate) least: Option<Duration>,
     /// The owner as which this value asks to adopt the hold. Kept, so that to ask again after a reply was lost is not to compete.
     pub(crate) successor: Option<OwnerId>,
     pub(crate) is_adopted: bool,
@@ -33,6 +35,8 @@ pub struct DetachedHold {
 
 /// The version of the text, and of what has to be done with it.
 const VERSION: &str = "1";
+/// That of a hold which nobody else gets for some time, even if it is released before. Whoever does not know of that must not adopt it.
+const VERSION_WITH_LEAST: &str = "2";
 
 impl DetachedHold {
     pub(crate) fn new(
@@ -41,6 +45,7 @@ impl DetachedHold {
         owner: OwnerId,
         token: FencingToken,
         ttl: Duration,
+        least: Option<Duration>,
     ) -> Self {
         Self {
             name,
@@ -48,6 +53,7 @@ impl DetachedHold {
             owner,
             token,
             ttl,
+            least,
             successor: None,
             is_adopted: false,
         }
@@ -93,9 +99,13 @@ impl DetachedHold {
             owner,
             token,
             ttl,
+            least,
             ..
         } = self;
-        let mut text = format!("{VERSION}:");
+        let mut text = match least {
+            None => format!("{VERSION}:"),
+            Some(least) => format!("{VERSION_WITH_LEAST}:{}:", least.as_millis()),
+        };
         let _ = match mode {
             Mode::Exclusive => text.write_char('x'),
             Mode::Shared => text.write_char('s'),
@@ -115,11 +125,19 @@ impl DetachedHold {
     }
 
     fn read(text: &str) -> Result<Self, &'static str> {
-        let mut parts = text.splitn(7, ':');
-        if parts.next() != Some(VERSION) {
-            return Err("it is no detached hold, or that of a later version");
-        }
-        let mut part = || parts.next().ok_or("it is cut off");
+        const CUT_OFF: &str = "it is cut off";
+
+        let (least, text) = match text.split_once(':') {
+            Some((VERSION, rest)) => (None, rest),
+            Some((VERSION_WITH_LEAST, rest)) => {
+                let (least, rest) = rest.split_once(':').ok_or(CUT_OFF)?;
+                let least = least.parse().map(Duration::from_millis);
+                (Some(least.map_err(|_| "its least time is no number")?), rest)
+            }
+            _ => return Err("it is no detached hold, or that of a later version"),
+        };
+        let mut parts = text.splitn(6, ':');
+        let mut part = || parts.next().ok_or(CUT_OFF);
         let (mode, ttl, token, owner, length, name) = (part()?, part()?, part()?, part()?, part()?, part()?);
         let mode = match mode.split_at_checked(1) {
             Some(("x", "")) => Some(Mode::Exclusive),
@@ -132,8 +150,10 @@ impl DetachedHold {
             .parse()
             .map(Duration::from_millis)
             .map_err(|_| "its ttl is no number")?;
-        if AcquireOptions::new().ttl(ttl).validate().is_err() {
-            return Err("its ttl is out of range");
+        let mut options = AcquireOptions::new().ttl(ttl);
+        options.hold_at_least = least;
+        if options.validate().is_err() {
+            return Err("its ttl or its least time is out of range");
         }
         let token = token.parse().map_err(|_| "its token is no number")?;
         let owner =
@@ -152,6 +172,7 @@ impl DetachedHold {
             OwnerId::new(owner),
             FencingToken::new(token),
             ttl,
+            least,
         ))
     }
 }
@@ -271,6 +292,7 @@ mod tests {
             OwnerId::new(0xfeed_0000_0000_0000_0000_0000_0000_0001),
             FencingToken::new(34),
             Duration::from_secs(30),
+            None,
         )
     }
 
@@ -305,11 +327,33 @@ mod tests {
     }
 
     #[test]
+    fn the_least_time_goes_along() {
+        let mut written = detached("job", Mode::Exclusive);
+        written.least = Some(Duration::from_secs(60));
+        let text = written.encode();
+        assert_eq!(text, "2:60000:x:30000:34:feed0000000000000000000000000001:3:job");
+        let read = DetachedHold::decode(&text).unwrap();
+        assert_eq!((read.least, read.ttl()), (written.least, written.ttl()));
+        for (end, _) in text.char_indices() {
+            assert!(DetachedHold::decode(&text[..end]).is_err(), "{end} bytes of it");
+        }
+        assert!(
+            DetachedHold::decode("1:x:30000:34:feed0000000000000000000000000001:3:job")
+                .unwrap()
+                .least
+                .is_none()
+        );
+    }
+
+    #[test]
     fn any_other_text_is_refused_and_not_repeated() {
         let secret = "feed0000000000000000000000000001";
         for text in [
             String::new(),
-            "2:x:30000:34:feed0000000000000000000000000001:1:a".to_owned(),
+            "3:x:30000:34:feed0000000000000000000000000001:1:a".to_owned(),
+            format!("2:x:30000:34:{secret}:1:a"),
+            format!("2:9:x:30000:34:{secret}:1:a"),
+            format!("2:99999999999999:x:30000:34:{secret}:1:a"),
             format!("1:x:30000:34:{secret}"),
             format!("1:y:30000:34:{secret}:1:a"),
             format!("1::30000:34:{secret}:1:a"),

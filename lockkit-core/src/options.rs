@@ -44,7 +44,8 @@ pub struct AcquireOptions {
     /// [`release_early`](crate::LockGuard::release_early) frees it in any case.
     ///
     /// Closing the client leaves it taken, too. If the process dies or the hold is lost otherwise, it ends with its lease, as any does,
-    /// which may be earlier. Whoever [breaks](crate::LockClient::revoke_by_force) the lock ends it. Elections have none.
+    /// which may be earlier. Whoever [breaks](crate::LockClient::revoke_by_force) the lock ends it. Where the hold is
+    /// [detached](crate::LockGuard::detach), what is left of the time goes along, and counts on from the adoption. Elections have none.
     /// [`Error::Unsupported`] where a hold ends with a session, a transaction or a process
     /// ([`capabilities().detach`](crate::Capabilities::detach) is false).
     pub hold_at_least: Option<Duration>,

@@ -10,11 +10,12 @@ use std::{future::poll_fn, pin::pin, sync::Arc};
 use tokio::time::Instant;
 
 use crate::{
-    DetachedHold, Error, LossReason, Result,
+    AcquireOptions, DetachedHold, Error, LossReason, Result,
     driver::{
         acquire::{Granted, make_hold},
         contender::Contender,
         core::Core,
+        finish_release::in_whole_millis,
         hold::Hold,
         lock_queue::LockQueue,
         observe::{Acquisition, Outcome},
@@ -56,12 +57,17 @@ pub(crate) async fn detach(hold: &Hold) -> Result<DetachedHold> {
     });
     let queue = hold.queue();
     queue.end(hold, slot);
+    let now = Instant::now();
+    let not_before = hold.not_before().filter(|at| *at > now);
+    let (shortest, longest) = (AcquireOptions::MIN_TTL, AcquireOptions::MAX_DURATION);
+    let least = not_before.map(|at| in_whole_millis(at - now).clamp(shortest, longest));
     Ok(DetachedHold::new(
         hold.name.clone(),
         queue.mode,
         owner,
         hold.token,
         ttl,
+        least,
     ))
 }
 

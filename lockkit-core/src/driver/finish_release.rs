@@ -173,7 +173,7 @@ async fn try_release(contender: &mut Contender) -> Result<()> {
 }
 
 /// Returns a time that is no shorter, by a millisecond at most, and that a server can count which counts in milliseconds.
-fn in_whole_millis(time: Duration) -> Duration {
+pub(super) fn in_whole_millis(time: Duration) -> Duration {
     Duration::from_millis(millis(time).saturating_add(1))
 }
 

@@ -3,7 +3,7 @@
 use std::{future::poll_fn, pin::pin, sync::atomic::Ordering, task::Poll, time::Duration};
 
 use lockkit_core::{
-    AcquireOptions, Error, Instant, Lock, LockClient, MemoryBackend, Revocation, acquire_all,
+    AcquireOptions, DetachedHold, Error, Instant, Lock, LockClient, MemoryBackend, Revocation, acquire_all,
     memory::FaultPoint,
     spi::{Lease, chain},
 };
@@ -237,6 +237,46 @@ async fn what_a_late_renewal_may_shorten_is_asked_again_in_time() {
         }
         let other = lock_of(&LockClient::new(probe.memory.clone()));
         comes_free(&other, granted + LEAST).await;
+    }
+}
+
+/// The job goes on in another process, whose own options are others, and in a third one.
+#[tokio::test(start_paused = true)]
+async fn who_adopts_it_and_releases_leaves_it_taken() {
+    let (one, other, memory) = hosts();
+    let mut guard = one.acquire().await.unwrap();
+    let granted = Instant::now();
+    let defaults = AcquireOptions::new().renew(false).max_hold(2 * TTL);
+    for _ in 0..2 {
+        sleep(SECOND).await;
+        let text = guard.detach().await.unwrap().encode();
+        // It takes that long on its way.
+        sleep(SECOND).await;
+        let client = LockClient::new(memory.clone());
+        let client = client.with_defaults(defaults.clone()).unwrap();
+        let mut detached = DetachedHold::decode(&text).unwrap();
+        guard = client.adopt(&mut detached).await.unwrap();
+    }
+    guard.release().await.unwrap();
+    comes_free(&other, granted + LEAST + 2 * SECOND).await;
+}
+
+/// Its time was over by then, or it frees the lock on purpose.
+#[tokio::test(start_paused = true)]
+async fn who_adopts_it_may_free_it() {
+    for is_over in [true, false] {
+        let (one, other, memory) = hosts();
+        let guard = one.acquire().await.unwrap();
+        sleep(if is_over { LEAST } else { SECOND }).await;
+        let mut detached = guard.detach().await.unwrap();
+        assert_eq!(detached.encode().starts_with("1:"), is_over);
+        let adopted = LockClient::new(memory).adopt(&mut detached).await.unwrap();
+        if is_over {
+            adopted.release().await.unwrap();
+        } else {
+            adopted.release_early().await.unwrap();
+        }
+        assert!(other.try_acquire().await.unwrap().is_some());
     }
 }
 
