@@ -145,7 +145,10 @@ impl LockClient {
     /// # Cancel safety
     /// As if no answer came, if the future is dropped half-way: call it again with the same value.
     pub async fn adopt(&self, detached: &mut DetachedHold) -> Result<LockGuard> {
-        let name = election::check_not_reserved(detached.name().clone())?;
+        let mut name = detached.name().clone();
+        if detached.mode().kind() == LockKind::Lock {
+            name = election::check_not_reserved(name)?;
+        }
         let mut options = AcquireOptions::new().ttl(detached.ttl()).or(&self.defaults);
         options.hold_at_least = None;
         let queue = self.core.queue(name, detached.mode());

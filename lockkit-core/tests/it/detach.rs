@@ -253,6 +253,31 @@ async fn what_cannot_be_adopted_is_refused() {
     assert!(matches!(client.adopt(&mut detached).await, Err(Error::Closed)));
 }
 
+/// A semaphore is no lock, and may have the name of one that is taken in another way. Each of its permits goes its own way.
+#[tokio::test(start_paused = true)]
+async fn permits_are_adopted_whatever_the_name() {
+    let server = MemoryBackend::new();
+    let (here, there) = (LockClient::new(server.clone()), LockClient::new(server));
+    for name in ["lockkit#election:a", "lockkit#permits:a", "a"] {
+        let semaphore = here.semaphore(name, 3).unwrap();
+        let (kept, passed) = (
+            semaphore.acquire().await.unwrap(),
+            semaphore.acquire().await.unwrap(),
+        );
+        let mut detached = passed.detach().await.unwrap();
+        let adopted = there.adopt(&mut detached).await.unwrap();
+        assert!(adopted.is_held() && kept.is_held(), "{name}");
+        let last = semaphore.acquire_many(1).await.unwrap();
+        assert!(
+            semaphore.try_acquire().await.unwrap().is_none(),
+            "{name}: a permit too many"
+        );
+        adopted.release().await.unwrap();
+        assert!(semaphore.try_acquire().await.unwrap().is_some(), "{name}");
+        last.release().await.unwrap();
+    }
+}
+
 /// With its mode, which the server compares.
 #[tokio::test(start_paused = true)]
 async fn a_hold_is_adopted_as_what_it_is() {
