@@ -33,6 +33,8 @@ const LEAST_PAUSE: Duration = Duration::from_millis(5);
 const LEASE_PAUSE: Duration = Duration::from_millis(50);
 /// The shortest time from the beginning of a term to the next campaign of [`Candidate::lead`].
 const LEAST_TERM: Duration = Duration::from_millis(100);
+/// The time after which nobody was there for the answer to a look: it has `op_timeout` from its first poll on.
+const AWAY_AFTER: Duration = AcquireOptions::DEFAULT_OP_TIMEOUT.saturating_add(POLL);
 /// The operation that errors of observers name.
 const OBSERVE: &str = "observe";
 
@@ -154,7 +156,7 @@ impl Election {
     /// # Cancel safety
     /// Dropping the future changes nothing.
     pub async fn leader(&self) -> Result<Option<Leader>> {
-        let state = self.core.inspect(&self.lock_name, LockKind::Lock).await?;
+        let state = self.ask().await.1?;
         let shown = self.leader_in(&state, None)?;
         Ok(shown.map(|(id, token)| Leader::new(id, token, None)))
     }
@@ -170,6 +172,19 @@ impl Election {
             looked_at: None,
             leader: None,
             highest: FencingToken::new(0),
+        }
+    }
+
+    /// Asks the server who holds the lock. Returns the time of that, and the answer.
+    ///
+    /// Whoever has not polled this for long asks again: the answer from then may show who led long ago, or that none came in time.
+    async fn ask(&self) -> (Instant, Result<LockState>) {
+        loop {
+            let asked = Instant::now();
+            let state = self.core.inspect(&self.lock_name, LockKind::Lock).await;
+            if asked.elapsed() < AWAY_AFTER {
+                return (asked, state);
+            }
         }
     }
 
@@ -579,7 +594,6 @@ impl Observer {
     /// Looks who leads. Returns whether that is a change.
     async fn look(&mut self) -> Result<bool> {
         let Election { core, lock_name, .. } = &self.election;
-        self.asked = Instant::now();
         self.is_woken = false;
         if let Wakes::NotAsked = self.wakes {
             // Before the look, so that no change falls between.
@@ -592,7 +606,8 @@ impl Observer {
                 }
             }
         }
-        let looked = core.inspect(lock_name, LockKind::Lock).await;
+        let (asked, looked) = self.election.ask().await;
+        self.asked = asked;
         let left = looked.as_ref().ok().and_then(|state| state.holders.first()?.left);
         self.due = Some(self.asked + self.wakes.pause(left));
         let state = looked?;

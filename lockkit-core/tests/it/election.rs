@@ -3,6 +3,7 @@
 use std::{
     collections::VecDeque,
     ops::ControlFlow,
+    pin::pin,
     sync::{
         Arc, Mutex,
         atomic::{AtomicBool, AtomicUsize, Ordering},
@@ -11,7 +12,7 @@ use std::{
 };
 
 use async_trait::async_trait;
-use futures_util::StreamExt as _;
+use futures_util::{FutureExt as _, StreamExt as _};
 use lockkit_core::{
     AcquireOptions, Election, Error, FencingToken, Holder, Instant, Leader, LockClient, LockKind, LockName,
     LockState, LossReason, MemoryBackend, Result,
@@ -372,6 +373,8 @@ struct Shown {
     states: Arc<Mutex<VecDeque<Option<u64>>>>,
     hides_the_label: Arc<AtomicBool>,
     looks: Arc<AtomicUsize>,
+    /// The time for which an answer is on its way.
+    reply_takes: Duration,
 }
 
 #[async_trait]
@@ -387,12 +390,17 @@ impl Backend for Shown {
     async fn inspect(&self, _: &LockName, _: LockKind) -> Result<LockState> {
         self.looks.fetch_add(1, Ordering::SeqCst);
         tokio::task::yield_now().await;
-        let mut states = self.states.lock().unwrap();
-        let state = if states.len() > 1 {
-            states.pop_front()
-        } else {
-            states.front().copied()
+        let state = {
+            let mut states = self.states.lock().unwrap();
+            if states.len() > 1 {
+                states.pop_front()
+            } else {
+                states.front().copied()
+            }
         };
+        if !self.reply_takes.is_zero() {
+            tokio::time::sleep(self.reply_takes).await;
+        }
         match state.flatten() {
             None => Err(Error::transient(
                 "shown",
@@ -485,6 +493,34 @@ async fn a_token_that_goes_back_is_no_leader() {
         Some(("ada", 9)),
         "5 was there before"
     );
+}
+
+/// What was answered while nobody was there is old by then.
+#[tokio::test(start_paused = true)]
+async fn who_was_away_during_a_look_sees_who_leads_now() {
+    for answered in [Some(5), Some(0), None] {
+        let server = Shown {
+            reply_takes: MS,
+            ..Shown::default()
+        };
+        server.states.lock().unwrap().push_back(answered);
+        let election = election(server.clone());
+        let mut observer = election.observe();
+        let back = {
+            let mut next = pin!(observer.next());
+            let mut leader = pin!(election.leader());
+            assert!(next.as_mut().now_or_never().is_none() && leader.as_mut().now_or_never().is_none());
+            assert_eq!(server.looks.load(Ordering::SeqCst), 2, "both are asked");
+            server.states.lock().unwrap()[0] = Some(6);
+            tokio::time::sleep(60 * SECOND).await;
+            let back = Instant::now();
+            for seen in [next.await, leader.await] {
+                assert_eq!(shown(seen.unwrap().as_ref()), Some(("ada", 6)), "{answered:?}");
+            }
+            back
+        };
+        assert!(observer.looked_at().unwrap() >= back);
+    }
 }
 
 #[tokio::test(start_paused = true)]
