@@ -10,7 +10,6 @@ use std::{
 };
 
 use futures_util::{Stream, future::BoxFuture};
-use tokio::time::Instant;
 
 use crate::{
     ListedLock, Result,
@@ -21,7 +20,9 @@ use crate::{
 /// The locks and semaphores that somebody holds: a stream, made by [`LockClient::list`](crate::LockClient::list).
 ///
 /// It asks the server for one page at a time, when the page before has been taken out of it, and holds that page alone. It rests
-/// between pages for as long as they take, so that others have the server to themselves for half of the time. Take the locks out with [`next`](Self::next), or with the adapters of a crate such as `futures`.
+/// between pages for as long as they take, so that others have the server to themselves for half of the time. Take the locks out with
+/// [`next`](Self::next), or with the adapters of a crate such as `futures`, and take as much time for that as you like: no time counts in which
+/// nobody polls it.
 ///
 /// Each lock is shown once, in no certain order, as it was when its page was read. The pages are read one after the other: a
 /// lock that is held throughout is shown, one that is granted or released meanwhile may be shown or not.
@@ -93,9 +94,8 @@ impl LockList {
                         if worked >= RESTS_AFTER && require_runtime(core.info.name, "list").is_ok() {
                             tokio::time::sleep(worked).await;
                         }
-                        let asked = Instant::now();
-                        let page = core.page(&mut *lister).await;
-                        let took = asked.elapsed();
+                        let mut took = Duration::ZERO;
+                        let page = core.page(&mut *lister, &mut took).await;
                         Asked { lister, page, took }
                     }));
                 }

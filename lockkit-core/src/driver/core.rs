@@ -278,15 +278,36 @@ impl Core {
         let _ = self.within(ANNOUNCE, Self::is_alive, limit, told).await;
     }
 
-    /// Asks for the next page of a listing.
-    pub(crate) async fn page(&self, lister: &mut dyn Lister) -> Result<Option<Vec<ListedLock>>> {
+    /// Asks for the next page of a listing, and adds up the time that it `took`.
+    ///
+    /// The time counts in steps. One that ends late does not: whoever reads the list was away, and may be for as long as it likes, while
+    /// nobody took the answer.
+    pub(crate) async fn page(
+        &self,
+        lister: &mut dyn Lister,
+        took: &mut Duration,
+    ) -> Result<Option<Vec<ListedLock>>> {
         const OPERATION: &str = "list";
+        const STEP: Duration = Duration::from_millis(500);
 
         self.is_open(OPERATION)?;
-        let limit = || Instant::now() + AcquireOptions::DEFAULT_OP_TIMEOUT;
-        let page = self.request(OPERATION, lister.page());
-        let page = self.within(OPERATION, Self::is_alive, limit, page).await?;
-        page.unwrap_or_else(|| Err(self.no_answer(OPERATION)))
+        let mut page = self.request(OPERATION, lister.page());
+        loop {
+            let began = Instant::now();
+            let reply = self
+                .within(OPERATION, Self::is_alive, || began + STEP, &mut page)
+                .await?;
+            let waited = began.elapsed();
+            if waited < 2 * STEP {
+                *took += waited;
+            }
+            if let Some(answered) = reply {
+                return answered;
+            }
+            if *took >= AcquireOptions::DEFAULT_OP_TIMEOUT {
+                return Err(self.no_answer(OPERATION));
+            }
+        }
     }
 
     pub(crate) async fn fence(&self) -> Result<FencingToken> {

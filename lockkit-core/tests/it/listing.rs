@@ -8,6 +8,7 @@ use std::{
 };
 
 use async_trait::async_trait;
+use futures_util::FutureExt;
 use lockkit_core::{
     Error, FencingToken, Holder, ListedLock, LockClient, LockKind, LockName, LockState, Result,
     spi::{Backend, BackendInfo, Claim, ClaimRequest, Lister},
@@ -15,12 +16,16 @@ use lockkit_core::{
 use tokio::time::Instant;
 
 const PAGE_TAKES: Duration = Duration::from_millis(10);
+const SECOND: Duration = Duration::from_secs(1);
+const MINUTE: Duration = Duration::from_secs(60);
 
 /// Lists so many pages, with a lock each, and then fails if that is asked for.
 #[derive(Clone, Debug)]
 struct Slow {
     pages: u64,
     fails: bool,
+    /// The requests that a page takes, one after the other.
+    requests: u32,
 }
 
 #[async_trait]
@@ -51,7 +56,9 @@ impl Backend for Slow {
 #[async_trait]
 impl Lister for Slow {
     async fn page(&mut self) -> Result<Option<Vec<ListedLock>>> {
-        tokio::time::sleep(PAGE_TAKES).await;
+        for _ in 0..self.requests {
+            tokio::time::sleep(PAGE_TAKES).await;
+        }
         if self.pages == 0 {
             return if self.fails {
                 Err(Error::transient("slow", "list", "as was asked for"))
@@ -68,7 +75,12 @@ impl Lister for Slow {
 }
 
 fn client(pages: u64, fails: bool) -> LockClient {
-    LockClient::new(Slow { pages, fails })
+    let requests = 1;
+    LockClient::new(Slow {
+        pages,
+        fails,
+        requests,
+    })
 }
 
 #[tokio::test(start_paused = true)]
@@ -115,6 +127,55 @@ async fn a_next_that_is_dropped_leaves_nothing_out() {
     assert!(list.next().await.is_none(), "it is over after an error");
 }
 
+/// Who reads it is at work on what it was shown, and comes back now and then.
+#[tokio::test(start_paused = true)]
+async fn a_page_whose_caller_is_away_is_not_late() {
+    let (pages, fails, requests) = (3, false, 20);
+    let client = LockClient::new(Slow {
+        pages,
+        fails,
+        requests,
+    });
+    let mut list = client.list("").unwrap();
+    for left in (0..=pages).rev() {
+        for _ in 0..15 {
+            assert!(list.next().now_or_never().is_none(), "it is there already");
+            tokio::time::sleep(MINUTE).await;
+        }
+        let lock = list.next().await.transpose().unwrap();
+        assert_eq!(lock.is_some(), left > 0, "{lock:?}, with {left} to come");
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_list_rests_for_no_time_that_its_caller_was_away() {
+    let client = client(2, false);
+    let mut list = client.list("").unwrap();
+    assert!(list.next().now_or_never().is_none(), "it is there already");
+    tokio::time::sleep(MINUTE).await;
+    list.next().await.unwrap().unwrap();
+    let back = Instant::now();
+    list.next().await.unwrap().unwrap();
+    assert!(back.elapsed() < SECOND, "it rests for {:?}", back.elapsed());
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_page_that_does_not_come_is_an_error() {
+    let (pages, fails, requests) = (3, false, 10_000);
+    let client = LockClient::new(Slow {
+        pages,
+        fails,
+        requests,
+    });
+    let began = Instant::now();
+    let mut list = client.list("").unwrap();
+    let error = list.next().await.unwrap().unwrap_err();
+    let took = began.elapsed();
+    assert!(error.is_transient(), "{error}");
+    assert!(took >= 5 * SECOND && took < 6 * SECOND, "{took:?}");
+    assert!(list.next().await.is_none(), "it is over after an error");
+}
+
 /// Its timers are those of that runtime.
 #[test]
 fn a_list_that_outlives_its_runtime_says_so() {
@@ -133,7 +194,7 @@ fn a_list_that_outlives_its_runtime_says_so() {
                 list.next().await.unwrap().unwrap();
             }
             // One poll: a bound in time may pass with the page's own.
-            let begun = futures_util::FutureExt::now_or_never(list.next());
+            let begun = list.next().now_or_never();
             assert!(begun.is_none(), "it is there already");
             list
         });
