@@ -20,6 +20,19 @@ async fn held() -> (MemoryBackend, LockClient, LockClient, LockGuard) {
     (backend, holder, operator, guard)
 }
 
+/// Releases the hold to a waiter of its own client, after `meanwhile`. Returns the waiter's.
+async fn passed_on(holder: &LockClient, guard: LockGuard, meanwhile: impl Future) -> LockGuard {
+    let token = guard.token().get();
+    let lock = holder.lock("a").unwrap();
+    let heir = tokio::spawn(async move { lock.acquire().await.unwrap() });
+    tokio::task::yield_now().await;
+    meanwhile.await;
+    guard.release().await.unwrap();
+    let heir = heir.await.unwrap();
+    assert_eq!(heir.token().get(), token + 1, "it was passed on");
+    heir
+}
+
 async fn is_taken(client: &LockClient) -> bool {
     client.lock("a").unwrap().try_acquire().await.unwrap().is_none()
 }
@@ -144,15 +157,8 @@ async fn cannot_tell_is_not_still_held() {
 async fn a_hold_that_was_passed_on_is_not_hit() {
     let (_, holder, operator, guard) = held().await;
     let token = guard.token();
-    let heir = tokio::spawn({
-        let lock = holder.lock("a").unwrap();
-        async move { lock.acquire().await.unwrap() }
-    });
-    tokio::task::yield_now().await;
-    let _ = operator.revoke("a", token, Duration::ZERO).await.unwrap();
-    guard.release().await.unwrap();
-    let heir = heir.await.unwrap();
-    assert_eq!(heir.token().get(), token.get() + 1, "it was passed on");
+    let asked = async { operator.revoke("a", token, Duration::ZERO).await.unwrap() };
+    let heir = passed_on(&holder, guard, asked).await;
     heir.renew().await.unwrap();
     let gone = operator.revoke("a", token, SECOND).await.unwrap();
     assert_eq!(gone, Revocation::NotHeld);
@@ -164,14 +170,7 @@ async fn a_hold_that_was_passed_on_is_not_hit() {
 async fn force_by_the_token_before_ends_no_heirs_hold() {
     let (_, holder, operator, guard) = held().await;
     let token = guard.token();
-    let heir = tokio::spawn({
-        let lock = holder.lock("a").unwrap();
-        async move { lock.acquire().await.unwrap() }
-    });
-    tokio::task::yield_now().await;
-    guard.release().await.unwrap();
-    let heir = heir.await.unwrap();
-    assert_eq!(heir.token().get(), token.get() + 1, "it was passed on");
+    let heir = passed_on(&holder, guard, async {}).await;
     assert!(!operator.revoke_by_force("a", token).await.unwrap(), "it is over");
     heir.renew().await.unwrap();
     assert!(operator.revoke_by_force("a", heir.token()).await.unwrap());
