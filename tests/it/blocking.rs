@@ -1,6 +1,18 @@
 //! The blocking API of the facade.
 
-use lockkit::{AcquireOptions, Error, LockConfig, blocking};
+use std::{
+    ops::ControlFlow,
+    sync::{
+        Mutex,
+        atomic::{AtomicUsize, Ordering},
+    },
+    thread,
+    time::{Duration, Instant},
+};
+
+use lockkit::{AcquireOptions, Error, FencingToken, LockConfig, blocking};
+
+const MINUTE: Duration = Duration::from_secs(60);
 
 #[test]
 fn a_url_leads_to_the_same_server_as_the_async_one() {
@@ -65,4 +77,61 @@ fn a_set_spans_backends() {
     );
     set.release().unwrap();
     assert!(a.inspect().unwrap().is_free() && b.inspect().unwrap().is_free());
+}
+
+/// Two threads share a client, and one has its own.
+#[test]
+fn threads_lead_in_turn_and_each_leader_is_seen_once() {
+    type Terms = Vec<(String, FencingToken)>;
+    const TERMS: usize = 3;
+
+    let connect = || blocking::connect("memory:?namespace=blocking-election").unwrap();
+    let (ours, theirs) = (connect(), connect());
+    let candidates = [(&ours, "ada"), (&ours, "ben"), (&theirs, "cleo")];
+    let leaders = AtomicUsize::new(0);
+    let (led, seen) = (Mutex::new(Terms::new()), Mutex::new(Terms::new()));
+    let lead = |candidate: blocking::Candidate| {
+        let mut terms = 0;
+        let done = candidate.lead(|held| {
+            assert_eq!(leaders.fetch_add(1, Ordering::SeqCst), 0, "two lead at once");
+            let this = (candidate.id().to_owned(), held.token());
+            led.lock().unwrap().push(this.clone());
+            let give_up = Instant::now() + MINUTE;
+            while seen.lock().unwrap().last() != Some(&this) {
+                assert!(Instant::now() < give_up, "nobody sees {this:?}");
+                thread::sleep(Duration::from_millis(1));
+            }
+            leaders.fetch_sub(1, Ordering::SeqCst);
+            terms += 1;
+            if terms == TERMS {
+                ControlFlow::Break(())
+            } else {
+                ControlFlow::Continue(())
+            }
+        });
+        done.unwrap();
+    };
+    let watch = |mut observer: blocking::Observer| {
+        while seen.lock().unwrap().len() < TERMS * candidates.len() {
+            let change = observer.next_timeout(MINUTE).expect("another leads");
+            if let Some(leader) = change.unwrap() {
+                seen.lock().unwrap().push((leader.id, leader.token));
+            }
+        }
+    };
+    thread::scope(|scope| {
+        let observer = theirs.election("jobs").unwrap().observe();
+        scope.spawn(|| watch(observer));
+        for (client, id) in candidates {
+            let candidate = client.election("jobs").unwrap().candidate(id).unwrap();
+            scope.spawn(|| lead(candidate));
+        }
+    });
+    let (led, seen) = (led.into_inner().unwrap(), seen.into_inner().unwrap());
+    assert_eq!(led, seen);
+    assert!(
+        led.is_sorted_by(|(_, before), (_, after)| before < after),
+        "{led:?}"
+    );
+    assert_eq!(ours.election("jobs").unwrap().leader().unwrap(), None);
 }
