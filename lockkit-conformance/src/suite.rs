@@ -152,6 +152,7 @@ macro_rules! __for_each_case {
         waiting::flood_is_bounded [] "1,000 waiters of one client are one waiter at the server, and all get an answer";
         waiting::grants_follow_the_queue [Fifo] "without local hand-offs, grants keep the order of the queue across clients";
         waiting::waiter_is_notified [Notified] "a waiter is woken by the release, not by its fallback poll";
+        waiting::hinted_when_one_ahead_gives_up [Notified] "a waiter of each mode is granted without a poll when one that waits before it gives up";
         waiting::strict_order_refuses_handoffs [NoLocalHandoffs] "local hand-offs are InvalidOptions where the order is strict";
         loss::saboteur_breaks_an_unprotected_hold [] "the tool that breaks holds breaks one: another client is granted";
         loss::told_when_broken [] "a holder whose hold the server dropped is told, for good, also late subscribers";

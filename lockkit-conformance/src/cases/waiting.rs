@@ -18,7 +18,7 @@ use crate::{
     Outage,
     case_run::{
         CaseRun, LIMIT, Outcome, PATIENCE, PROMPT, Stop, comes_free, ensure, eventually, failed,
-        granted_at_once, granted_within, is_clean, lasting, poll_at_most, taken, within,
+        granted_at_once, granted_within, is_clean, lasting, look, poll_at_most, taken, within,
     },
     history::{Acquisition, History, at, now},
     stall::Stopwatch,
@@ -478,6 +478,87 @@ pub(crate) async fn waiter_is_notified(case: &CaseRun) -> Outcome {
         took[2] < poll / 2,
         "woken after {took:?}; that is its fallback poll of {poll:?}, not a notification"
     );
+    Ok(())
+}
+
+pub(crate) async fn hinted_when_one_ahead_gives_up(case: &CaseRun) -> Outcome {
+    const ROUNDS: usize = 5;
+
+    let (first, second, third) = (case.client().await?, case.client().await?, case.client().await?);
+    let lock = |client: &LockClient, part| case.lock_of(client, part);
+    let permit = |client: &LockClient| case.semaphore_of(client, "permits", 1);
+    let [held, ahead, behind] = [&first, &second, &third].map(|client| lock(client, "writers"));
+    let mut lines = vec![("a writer waits behind a writer", [held?, ahead?, behind?])];
+    if first.capabilities().shared {
+        let [held, ahead, behind] = [&first, &second, &third].map(|client| lock(client, "readers"));
+        let line = [held?.shared(), ahead?, behind?.shared()];
+        lines.push(("a reader waits behind a writer, beside a reader", line));
+    }
+    if first.capabilities().permits {
+        let [held, ahead, behind] = [&first, &second, &third].map(permit);
+        lines.push(("one waits for a permit behind another", [held?, ahead?, behind?]));
+    }
+    let poll = first.info().fallback_poll;
+    for (what, line) in &lines {
+        let mut took = Vec::new();
+        for _ in 0..ROUNDS {
+            took.push(granted_after_one_gave_up(&first, line, poll).await?);
+        }
+        took.sort_unstable();
+        ensure!(
+            took[ROUNDS / 2] < poll / 2,
+            "{what}, who gives up, and is granted after {took:?}; that is its fallback poll of {poll:?}, not a notification"
+        );
+    }
+    Ok(())
+}
+
+/// Has one wait behind another who gives up. Returns the time from when nothing is in its way any more until it is granted.
+async fn granted_after_one_gave_up(
+    observer: &LockClient,
+    [held, ahead, behind]: &[Lock; 3],
+    poll: Duration,
+) -> Result<Duration, Stop> {
+    let guard = granted_within(PATIENCE, "the round before is over", held).await?;
+    let (ahead, behind) = (ahead.clone(), behind.clone());
+    let ahead = tokio::spawn(async move { ahead.acquire().await.map(drop) });
+    shows(observer, held, |waiters| waiters >= 1).await?;
+    let behind = tokio::spawn(async move { behind.acquire().await.map(|guard| (Instant::now(), guard)) });
+    shows(observer, held, |waiters| waiters >= 2).await?;
+    let gave_up = Instant::now();
+    ahead.abort();
+    // A reader stays in. What is exclusive, or a permit, is given back once the first has left.
+    let (since, stays) = if held.mode() == Mode::Shared {
+        (gave_up, Some(guard))
+    } else {
+        shows(observer, held, |waiters| waiters <= 1).await?;
+        guard.release().await?;
+        (Instant::now(), None)
+    };
+    let (granted, guard) = within(poll + PATIENCE, "the one ahead has given up", behind)
+        .await?
+        .map_err(failed)??;
+    guard.release().await?;
+    if let Some(guard) = stays {
+        guard.release().await?;
+    }
+    Ok(granted.saturating_duration_since(since))
+}
+
+/// Waits until the server shows so many waiters, for a moment at most: not every one shows them, or has readers wait.
+async fn shows(observer: &LockClient, lock: &Lock, is_enough: impl Fn(usize) -> bool) -> Outcome {
+    let watch = Stopwatch::start();
+    while watch.elapsed() < PROMPT {
+        let state = look(observer, lock.name().as_str(), lock.mode().kind()).await?;
+        let Some(waiters) = state.waiters else {
+            sleep(Duration::from_millis(50)).await;
+            break;
+        };
+        if is_enough(waiters) {
+            break;
+        }
+        sleep(Duration::from_millis(2)).await;
+    }
     Ok(())
 }
 

@@ -1,10 +1,18 @@
 //! The memory backend with a layer above it that gets the modes wrong: what the plain backend has none of.
 
+use std::{
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+    time::Duration,
+};
+
 use async_trait::async_trait;
 use lockkit_conformance::{Harness, Missing, Suite, Verdict, cases};
 use lockkit_core::{
     LockClient, LockKind, LockName, LockState, MemoryBackend, Result,
-    spi::{Backend, BackendInfo, Claim, ClaimRequest, Mode},
+    spi::{Backend, BackendInfo, Claim, ClaimRequest, Grant, Mode, Renewal},
 };
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -16,6 +24,8 @@ enum Fault {
     OnePermitTooFew,
     SizesLiveApart,
     SemaphoreIsTheLock,
+    /// Who gives up takes the next hint along.
+    HintsWhoGaveUp,
     NoServer,
 }
 
@@ -23,12 +33,18 @@ enum Fault {
 struct Layer {
     inner: MemoryBackend,
     fault: Fault,
+    /// The next hint is lost.
+    loses_hint: Arc<AtomicBool>,
 }
 
 #[async_trait]
 impl Backend for Layer {
     fn info(&self) -> BackendInfo {
-        self.inner.info()
+        let mut info = self.inner.info();
+        if self.fault == Fault::HintsWhoGaveUp {
+            info.fallback_poll = Duration::from_millis(500);
+        }
+        info
     }
 
     async fn claim(&self, request: &ClaimRequest) -> Result<Box<dyn Claim>> {
@@ -45,7 +61,15 @@ impl Backend for Layer {
             }
             (_, mode) => mode,
         };
-        self.inner.claim(&request).await
+        let claim = self.inner.claim(&request).await?;
+        if self.fault != Fault::HintsWhoGaveUp {
+            return Ok(claim);
+        }
+        Ok(Box::new(Hinted {
+            claim,
+            is_granted: false,
+            loses_hint: self.loses_hint.clone(),
+        }))
     }
 
     async fn inspect(&self, name: &LockName, kind: LockKind) -> Result<LockState> {
@@ -54,6 +78,42 @@ impl Backend for Layer {
 
     async fn close(&self) -> Result<()> {
         Ok(())
+    }
+}
+
+#[derive(Debug)]
+struct Hinted {
+    claim: Box<dyn Claim>,
+    is_granted: bool,
+    loses_hint: Arc<AtomicBool>,
+}
+
+#[async_trait]
+impl Claim for Hinted {
+    async fn attempt(&mut self, patience: Duration) -> Result<Option<Grant>> {
+        let grant = self.claim.attempt(patience).await?;
+        self.is_granted = grant.is_some();
+        Ok(grant)
+    }
+
+    async fn renew(&mut self) -> Result<Renewal> {
+        self.claim.renew().await
+    }
+
+    async fn release(&mut self) -> Result<()> {
+        if !self.is_granted {
+            self.loses_hint.store(true, Ordering::SeqCst);
+        }
+        self.claim.release().await
+    }
+
+    async fn notified(&mut self) {
+        loop {
+            self.claim.notified().await;
+            if !self.loses_hint.swap(false, Ordering::SeqCst) {
+                return;
+            }
+        }
     }
 }
 
@@ -77,6 +137,7 @@ fn verdict(fault: Fault, case: &str) -> Verdict {
     let layer = Layer {
         inner: MemoryBackend::new(),
         fault,
+        loses_hint: Arc::default(),
     };
     let case = cases().iter().find(|known| known.name == case).unwrap();
     Suite::new(layer).run_case(case)
@@ -94,6 +155,7 @@ fn each_fault_is_caught() {
         (Fault::OnePermitTooMany, "several_permits_or_none"),
         (Fault::SizesLiveApart, "two_sizes_are_an_error"),
         (Fault::SemaphoreIsTheLock, "apart_from_the_lock"),
+        (Fault::HintsWhoGaveUp, "hinted_when_one_ahead_gives_up"),
     ] {
         let found = verdict(fault, case);
         assert!(
@@ -112,6 +174,7 @@ fn without_a_fault_the_same_cases_pass() {
         "who_wants_several_never_locks_up",
         "two_sizes_are_an_error",
         "apart_from_the_lock",
+        "hinted_when_one_ahead_gives_up",
     ] {
         assert_eq!(verdict(Fault::None, case), Verdict::Passed, "{case}");
     }
