@@ -157,6 +157,7 @@ macro_rules! __for_each_case {
         loss::saboteur_breaks_an_unprotected_hold [] "the tool that breaks holds breaks one: another client is granted";
         loss::told_when_broken [] "a holder whose hold the server dropped is told, for good, also late subscribers";
         loss::not_told_by_release [] "a release is an end and no loss";
+        loss::lost_hold_is_not_released [] "the release of a hold that the server has dropped is no release, whether its holder was told or not";
         loss::watched_guard_can_be_dropped [] "a guard can be dropped while its loss is awaited";
         loss::running_work_is_stopped [] "work under guard.run stops with Lost when the hold is lost";
         asking::asked_holder_is_waited_for [Revoke] "a holder that is asked to give up its hold is told, and nobody is granted before it lets go";

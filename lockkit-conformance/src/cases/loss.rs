@@ -112,6 +112,55 @@ pub(crate) async fn not_told_by_release(case: &CaseRun) -> Outcome {
     Ok(())
 }
 
+pub(crate) async fn lost_hold_is_not_released(case: &CaseRun) -> Outcome {
+    let client = case.client().await?;
+    let detection = case.detection(client.info());
+    for (part, is_told) in [("told", true), ("untold", false)] {
+        let lock = if is_told {
+            case.short_lock_of(&client, part)?
+        } else {
+            // Unless the server tells it, its release is the first to find out.
+            case.lock_of(&client, part)?
+        };
+        let (guard, other) = (
+            granted_at_once("a lock nobody has used", &lock).await?,
+            case.lock(part).await?,
+        );
+        let (lost, view) = (guard.lost(), guard.view());
+        case.break_hold(&client, part).await?;
+        let next = granted_within(detection, "the hold was broken", &other).await?;
+        let told = if is_told {
+            Some(within(detection, "the holder is told", lost).await?)
+        } else {
+            None
+        };
+        let released = guard.release().await;
+        // Its connection may have gone with the hold, so that nobody can tell.
+        let is_loss = |error: &Error| error.is_lost() || told.is_none() && error.is_transient();
+        ensure!(
+            released.as_ref().is_err_and(is_loss),
+            "expected Lost from the release of a hold that the server has dropped ({part}), got {released:?}"
+        );
+        if let Some(reason) = told {
+            let ended = within(PROMPT, "an end is told at once", view.ended()).await?;
+            ensure!(
+                ended == HoldEnd::Lost(reason),
+                "told {reason:?} as the loss, and {ended:?} as the end after its release"
+            );
+        }
+        ensure!(
+            next.is_held() && !view.is_held(),
+            "after the release of a hold that was lost, the next one is held: {}, that one: {}",
+            next.is_held(),
+            view.is_held()
+        );
+        let third = case.lock(part).await?;
+        taken("after the release of a hold that was lost", &third).await?;
+        next.release().await?;
+    }
+    Ok(())
+}
+
 pub(crate) async fn watched_guard_can_be_dropped(case: &CaseRun) -> Outcome {
     let (lock, other) = (case.lock("a").await?, case.lock("a").await?);
     let guard = granted_at_once("a lock nobody has used", &lock).await?;

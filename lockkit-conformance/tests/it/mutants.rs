@@ -139,6 +139,7 @@ const TABLE: &[(Mutant, Found)] = &[
     (Mutant::ReleasesForOthers, By("late_renewal_takes_nothing")),
     (Mutant::ReleasesWhatWasSeen, By("dropped_after_each_poll")),
     (Mutant::OkThoughGone, By("late_release_is_lost")),
+    (Mutant::OkWhileItsLeaseLasts, By("lost_hold_is_not_released")),
     (Mutant::SecondReleaseIsLost, By("released_claim_goes_on")),
     (Mutant::EndsWithItsRelease, By("released_claim_goes_on")),
     (Mutant::HidesTheLabel, By("inspection_shows_the_holder")),

@@ -67,6 +67,7 @@ pub(crate) enum Mutant {
     ReleasesForOthers,
     ReleasesWhatWasSeen,
     OkThoughGone,
+    OkWhileItsLeaseLasts,
     SecondReleaseIsLost,
     EndsWithItsRelease,
     // What is shown.
@@ -146,6 +147,8 @@ struct ShelfClaim {
     request: ClaimRequest,
     /// A grant's reply has come, and no release since.
     seen: bool,
+    /// The end of the lease that was granted.
+    until: Option<Instant>,
     released: bool,
 }
 
@@ -253,6 +256,7 @@ impl Backend for Shelf {
             shelf: self.clone(),
             request: request.clone(),
             seen: false,
+            until: None,
             released: false,
         }))
     }
@@ -480,7 +484,7 @@ impl Claim for ShelfClaim {
             }
             return Ok(None);
         };
-        self.seen = true;
+        (self.seen, self.until) = (true, Some(self.end()));
         let lease = self.lease(sent, Mutant::ClockAfterAttempt);
         Ok(Some(Grant::new(first..=last, lease)))
     }
@@ -564,6 +568,9 @@ impl Claim for ShelfClaim {
         });
         let was_there = ended.await;
         drop(under_way);
+        if self.is(Mutant::OkWhileItsLeaseLasts) && self.until > Some(Instant::now()) {
+            return Ok(());
+        }
         let again = was_released && self.is(Mutant::SecondReleaseIsLost);
         if (seen && !was_there && !self.is(Mutant::OkThoughGone)) || again {
             return Err(Error::lost("shelf", self.request.name.clone(), LossReason::Gone));
