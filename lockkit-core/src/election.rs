@@ -336,7 +336,12 @@ impl Candidate {
         loop {
             let leadership = self.campaign().await?;
             let began = Instant::now();
-            let outcome = leadership.during(work(leadership.view())).await;
+            // It may have been lost while observers were told of it.
+            let outcome = if leadership.is_held() {
+                leadership.during(work(leadership.view())).await
+            } else {
+                None
+            };
             if let Some(output) = self.end_term(leadership, began, outcome).await {
                 return Ok(output);
             }

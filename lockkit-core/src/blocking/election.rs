@@ -181,9 +181,10 @@ impl Candidate {
         loop {
             let leadership = self.host.block_on("campaign", self.candidate.campaign())?;
             let began = Instant::now();
-            // Outside of the client's runtime: what it starts with Tokio belongs to the caller's.
-            let flow = work(leadership.view());
-            let ended = self.candidate.end_term(leadership, began, Some(flow));
+            // Outside of the client's runtime: what it starts with Tokio belongs to the caller's. The leadership may have been lost while
+            // observers were told of it.
+            let flow = leadership.is_held().then(|| work(leadership.view()));
+            let ended = self.candidate.end_term(leadership, began, flow);
             if let Some(output) = self.host.block_on("resign", ended.map(Ok))? {
                 return Ok(output);
             }

@@ -20,6 +20,8 @@ use lockkit_core::{
 };
 use tokio::runtime::Builder;
 
+use crate::probe::BreaksFirst;
+
 const MS: Duration = Duration::from_millis(1);
 const SECOND: Duration = Duration::from_secs(1);
 const MINUTE: Duration = Duration::from_secs(60);
@@ -157,6 +159,13 @@ fn work_that_leads_goes_on_in_the_next_term() {
         ControlFlow::Break("done")
     });
     assert_eq!(done.unwrap(), "done", "no term comes after it");
+}
+
+#[test]
+fn a_term_that_is_lost_before_its_work_has_none() {
+    let candidate = election(BreaksFirst::default()).candidate("ada").unwrap();
+    let led = candidate.lead(|held| ControlFlow::Break(held.is_held()));
+    assert!(led.unwrap(), "it has worked without the leadership");
 }
 
 #[test]

@@ -21,7 +21,7 @@ use lockkit_core::{
 };
 use tokio::{sync::mpsc, time::timeout};
 
-use crate::probe::Probe;
+use crate::probe::{BreaksFirst, Probe};
 
 const MS: Duration = Duration::from_millis(1);
 const SECOND: Duration = Duration::from_secs(1);
@@ -150,6 +150,18 @@ async fn work_stops_with_a_loss_and_begins_again() {
         .resign()
         .await
         .unwrap();
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_term_that_is_lost_before_its_work_has_none() {
+    let candidate = election(BreaksFirst::default()).candidate("ada").unwrap();
+    let mut terms = 0;
+    let led = candidate.lead(|held| {
+        terms += 1;
+        async move { ControlFlow::Break(held.is_held()) }
+    });
+    assert!(led.await.unwrap());
+    assert_eq!(terms, 1, "work is made for a leader alone");
 }
 
 #[tokio::test(start_paused = true)]

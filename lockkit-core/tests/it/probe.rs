@@ -35,6 +35,41 @@ pub(crate) struct Probe {
     pub(crate) polls_every: Option<Duration>,
 }
 
+/// The memory backend, where an operator ends the first leadership of the election `jobs` while observers are told of it.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct BreaksFirst {
+    memory: MemoryBackend,
+    has_broken: Arc<AtomicBool>,
+}
+
+#[async_trait]
+impl Backend for BreaksFirst {
+    fn info(&self) -> BackendInfo {
+        self.memory.info()
+    }
+
+    async fn claim(&self, request: &ClaimRequest) -> Result<Box<dyn Claim>> {
+        self.memory.claim(request).await
+    }
+
+    async fn inspect(&self, name: &LockName, kind: LockKind) -> Result<LockState> {
+        self.memory.inspect(name, kind).await
+    }
+
+    async fn announce(&self, _: &LockName, _: LockKind) -> Result<()> {
+        if !self.has_broken.swap(true, Ordering::SeqCst) {
+            assert!(self.memory.revoke("lockkit#election:jobs"));
+            // Its client has heard of it by then.
+            tokio::time::sleep(Duration::from_millis(100)).await;
+        }
+        Ok(())
+    }
+
+    async fn close(&self) -> Result<()> {
+        self.memory.close().await
+    }
+}
+
 #[derive(Debug, Default)]
 pub(crate) struct Counts {
     pub(crate) attempts: AtomicUsize,
