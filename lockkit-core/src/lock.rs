@@ -349,6 +349,17 @@ impl Lock {
         Self::new(self.queue.core.queue(name, Mode::Exclusive), Arc::new(options))
     }
 
+    /// Checks its own options, as each acquisition does before it sends anything.
+    ///
+    /// # Errors
+    /// [`Error::InvalidOptions`], [`Error::Unsupported`].
+    pub(crate) fn check(&self) -> Result<()> {
+        match self.request {
+            Some(_) => Ok(()),
+            None => AcquireRequest::new(&self.queue, &self.options).map(drop),
+        }
+    }
+
     #[cfg(test)]
     pub(crate) fn queue(&self) -> &Arc<LockQueue> {
         &self.queue
@@ -414,10 +425,7 @@ impl Lock {
     pub async fn acquire(&self) -> Result<LockGuard> {
         match &self.request {
             Some(request) => acquire(request).await.map(LockGuard::new),
-            None => {
-                let request = AcquireRequest::new(&self.queue, &self.options);
-                Err(request.err().unwrap_or(Error::Closed))
-            }
+            None => Err(self.check().err().unwrap_or(Error::Closed)),
         }
     }
 

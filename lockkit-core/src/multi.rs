@@ -132,6 +132,8 @@ impl Lock {
                 return refused(format!("{} is no semaphore", self.id()));
             }
         }
+        // Before it waits for others who collect: the collector's lock is another kind of lock, with other options.
+        self.check()?;
         let collector = if permits == 1 {
             None
         } else {

@@ -67,6 +67,39 @@ async fn a_collector_is_renewed_for_as_long_as_it_takes() {
     two.release().await.unwrap();
 }
 
+/// Whoever collects is not waited for, and is no reason to say that the permits are taken.
+#[tokio::test(start_paused = true)]
+async fn what_no_permit_can_have_is_refused_at_once() {
+    let server = MemoryBackend::new();
+    let (ours, theirs) = (semaphore(&server), semaphore(&server));
+    let all = theirs.acquire_many(4).await.unwrap();
+    let collecting = tokio::spawn(async move { theirs.acquire_many(2).await });
+    tokio::time::sleep(SECOND).await;
+    let collector = LockClient::new(server.clone()).inspect(COLLECTOR).await.unwrap();
+    assert!(!collector.is_free());
+    for (options, named) in [
+        (AcquireOptions::new().max_hold(TTL.saturating_sub(MS)), "max_hold"),
+        (
+            AcquireOptions::new().renew(false).hold_at_least(TTL + MS),
+            "hold_at_least",
+        ),
+    ] {
+        let ours = ours.with_options(options);
+        let waits = tokio::time::timeout(SECOND, ours.acquire_many(2)).await;
+        for refused in [
+            ours.try_acquire_many(2).await,
+            waits.expect("it waits for whoever collects").map(Some),
+        ] {
+            assert!(
+                matches!(&refused, Err(Error::InvalidOptions { option, .. }) if *option == named),
+                "{named}: {refused:?}"
+            );
+        }
+    }
+    all.release().await.unwrap();
+    collecting.await.unwrap().unwrap().release().await.unwrap();
+}
+
 #[tokio::test(start_paused = true)]
 async fn acquire_many_dropped_at_any_poll_leaves_nothing() {
     for taken in [0, 2] {
