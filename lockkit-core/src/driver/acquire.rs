@@ -271,6 +271,8 @@ pub(super) struct Granted {
     pub(super) token: u64,
     /// The moment when it was found to be good. Its lease may have begun long before.
     pub(super) at: Instant,
+    /// Nobody has had the hold before.
+    pub(super) is_new: bool,
 }
 
 /// Opens the claim if there is none, then makes one attempt. Returns a grant's token, and leaves the rest in the contender.
@@ -306,7 +308,8 @@ async fn attempt(
     contender.spare_tokens = grant.tokens;
     contender.spare_tokens.next();
     contender.lease = Some(proof);
-    Ok(Some(Granted { token, at }))
+    let is_new = true;
+    Ok(Some(Granted { token, at, is_new }))
 }
 
 /// Opens a claim. Looks at the clock again afterwards if that took a while.
@@ -400,13 +403,15 @@ pub(super) fn make_hold(mut contender: Contender, granted: Granted) -> Result<Ho
     }
     contender.becomes_hold();
     let hold = Hold::new(Phase::Held, request, granted.token, contender, &lease);
+    // What nobody has had is free at once, if the client is closed before somebody has.
+    hold.keeps(!granted.is_new);
     hold.queue().register(&hold, granted.at);
     if let Err(err) = hold.request.core().is_open(OPERATION) {
         // It may have come too late to be lost with all the others.
-        hold.keeps(false);
         hold.abandon();
         return Err(err);
     }
+    hold.keeps(true);
     Ok(hold)
 }
 

@@ -137,6 +137,7 @@ async fn take_over(request: &Arc<AcquireRequest>, detached: &mut DetachedHold) -
         Granted {
             token: detached.token.get(),
             at: now.at,
+            is_new: false,
         },
     )
 }

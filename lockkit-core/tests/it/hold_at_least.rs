@@ -2,6 +2,7 @@
 
 use std::{future::poll_fn, pin::pin, sync::atomic::Ordering, task::Poll, time::Duration};
 
+use futures_util::future::join;
 use lockkit_core::{
     AcquireOptions, DetachedHold, Error, Instant, Lock, LockClient, MemoryBackend, Revocation, acquire_all,
     memory::FaultPoint,
@@ -259,6 +260,31 @@ async fn who_adopts_it_and_releases_leaves_it_taken() {
     }
     guard.release().await.unwrap();
     comes_free(&other, granted + LEAST + 2 * SECOND).await;
+}
+
+/// The reply comes as the client is closed. Whoever had the hold before may have done the job; of a grant, nobody has done anything.
+#[tokio::test(start_paused = true)]
+async fn who_closes_leaves_taken_what_it_adopts_alone() {
+    let (one, other, memory) = hosts();
+    let close = async |client: &LockClient| {
+        sleep(SECOND).await;
+        client.close(SECOND).await.unwrap();
+    };
+    let client = LockClient::new(memory.clone());
+    memory.delay(FaultPoint::Attempt, SECOND);
+    let lock = lock_of(&client);
+    let ((), refused) = join(close(&client), lock.acquire()).await;
+    assert!(matches!(refused, Err(Error::Closed)), "{refused:?}");
+    memory.delay(FaultPoint::Attempt, Duration::ZERO);
+
+    let guard = one.try_acquire().await.unwrap().expect("it is free");
+    let mut detached = guard.detach().await.unwrap();
+    let client = LockClient::new(memory.clone());
+    memory.delay(FaultPoint::Adopt, SECOND);
+    let ((), refused) = join(close(&client), client.adopt(&mut detached)).await;
+    let adopted = Instant::now();
+    assert!(matches!(refused, Err(Error::Closed)), "{refused:?}");
+    comes_free(&other, adopted + LEAST).await;
 }
 
 /// Its time was over by then, or it frees the lock on purpose.
