@@ -200,6 +200,7 @@ macro_rules! __for_each_case {
         detaching::permit_is_adopted [Detach, Permits] "one of two permits is detached and adopted, beside the other";
         detaching::killed_process_has_detached [Detach, Processes] "a process detaches, is killed, and another goes on: nobody is granted in between";
         detaching::released_hold_stays [Detach] "a hold with hold_at_least that is released or dropped before keeps others out until then";
+        detaching::adopted_hold_stays [Detach] "a hold with hold_at_least that another client adopts, and releases or drops, keeps others out until then";
         detaching::least_times_beside_other_ttls [Detach] "holds of one client with short and long ttls are kept for their hold_at_least, below and above each ttl";
         detaching::least_time_outlives_a_dropped_downgrade [Detach, Downgrade] "a downgrade of a hold with hold_at_least, dropped after its 1st, 2nd, … nth poll, leaves others out until then";
         detaching::killed_process_keeps_least_time [Detach, Processes] "a hold with hold_at_least outlives the process that released it, and one that was not released ends with its lease";

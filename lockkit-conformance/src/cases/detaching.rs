@@ -351,6 +351,25 @@ pub(crate) async fn released_hold_stays(case: &CaseRun) -> Outcome {
     Ok(())
 }
 
+pub(crate) async fn adopted_hold_stays(case: &CaseRun) -> Outcome {
+    let (here, there) = (case.client().await?, case.client().await?);
+    let (other, least) = (case.lock("a").await?, case.harness.ttl() * 2);
+    for releases in [true, false] {
+        let options = case.short().hold_at_least(least);
+        let lock = case.lock_of(&here, "a")?.with_options(options);
+        let asked = Instant::now();
+        let guard = granted_at_once("the lock is free", &lock).await?;
+        let adopted = there.adopt(&mut detach(guard).await?).await?;
+        if releases {
+            adopted.release().await?;
+        } else {
+            drop(adopted);
+        }
+        is_kept(case, &other, asked, least).await?;
+    }
+    Ok(())
+}
+
 pub(crate) async fn least_times_beside_other_ttls(case: &CaseRun) -> Outcome {
     let (client, others) = (case.client().await?, case.client().await?);
     let ttl = case.harness.ttl();
