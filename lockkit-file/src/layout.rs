@@ -267,12 +267,17 @@ impl Files {
         Ok(dir)
     }
 
-    /// Locks the ledger exclusively, for moments only. `None` if there is none, and this process may not create it. Then a probe does without:
-    /// an attempt that it misleads creates the ledger, and tries once more.
+    /// Creates the ledger, unless it is there. Done before the first record is written: without a record, nobody probes.
+    pub(crate) fn ensure_ledger(&self) -> Result<()> {
+        self.open_or_create(&self.ledger()).map(drop)
+    }
+
+    /// Locks the ledger exclusively, for moments only. `None` if somebody has deleted it, and it cannot be created anew. Then a probe does
+    /// without: an attempt that it misleads creates the ledger, and tries once more.
     pub(crate) fn lock_ledger(&self) -> Result<Option<Flock>> {
         let path = self.ledger();
         match self.lock_soon(&path, Flock::exclusive) {
-            Err(FileError::Io { source, .. }) if is_refusal(&source) => match open(&path)? {
+            Err(FileError::Io { .. }) => match open(&path)? {
                 None => Ok(None),
                 // An attempt has created it just now.
                 Some(_) => self.lock_soon(&path, Flock::exclusive).map(Some),
@@ -405,13 +410,6 @@ fn create(path: &Path) -> Result<(File, Inode)> {
     // std cannot create a file and open it read-only.
     let create = OFlags::CREATE.bits().cast_signed();
     open_regular(OpenOptions::new().read(true).mode(0o600), create, path)
-}
-
-/// Returns `true` if this process may not write there.
-fn is_refusal(error: &io::Error) -> bool {
-    use io::ErrorKind::{PermissionDenied, ReadOnlyFilesystem};
-
-    matches!(error.kind(), PermissionDenied | ReadOnlyFilesystem)
 }
 
 fn none_if_missing<T>(opened: Result<T>) -> Result<Option<T>> {

@@ -172,6 +172,7 @@ fn append(
     let is_covered = is_begun && next(above).is_some_and(|(_, last)| last <= ceiling);
     if !is_covered {
         require_worker()?;
+        files.ensure_ledger()?;
     }
     let ceilings = if boot.is_none() || is_covered {
         None

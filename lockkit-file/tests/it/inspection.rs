@@ -10,9 +10,10 @@ use std::{
 };
 
 use lockkit_core::{
-    Error, FencingToken, LockKind,
+    Error, FencingToken, LockClient, LockKind,
     spi::{Backend, Mode, chain},
 };
+use lockkit_testbed::Mounted;
 use tempfile::TempDir;
 
 use crate::fixture::{LIMIT, PATIENCE, TRY, claim, files, granted, held, name, open, permits, request};
@@ -158,6 +159,50 @@ async fn an_inspection_probes_under_the_ledger() {
     assert!(early.is_err(), "{early:?}");
     ledger.unlock().unwrap();
     assert!(!inspection.await.unwrap().is_free());
+}
+
+/// Whoever may only read would find a lock without a ledger, and probe without it.
+#[tokio::test]
+async fn the_ledger_is_there_with_the_first_record() {
+    for (mode, ledger) in [
+        (Mode::Exclusive, "n.ledger"),
+        (Mode::Shared, "n.ledger"),
+        (permits(2), "n.semledger"),
+    ] {
+        let dir = TempDir::new().unwrap();
+        let (backend, _holder) = held(dir.path(), mode).await;
+        let before = files(dir.path());
+        assert!(
+            before.contains(&dir.path().join("lockkit").join(ledger)),
+            "{before:?}"
+        );
+        assert!(!backend.inspect(&name("n"), mode.kind()).await.unwrap().is_free());
+        let listed = LockClient::new(backend).list("").unwrap().next().await;
+        assert!(matches!(listed, Some(Ok(_))), "{listed:?}");
+        assert_eq!(files(dir.path()), before, "to look makes nothing");
+    }
+}
+
+#[tokio::test]
+async fn a_look_goes_without_a_ledger_that_cannot_be_made() {
+    let dir = TempDir::new().unwrap();
+    let Some(_mounted) = Mounted::new(dir.path(), "size=1m,nr_inodes=32") else {
+        println!("not shown, for want of the right to mount");
+        return;
+    };
+    let (backend, _holder) = held(dir.path(), Mode::Exclusive).await;
+    let ledger = dir.path().join("lockkit/n.ledger");
+    fs::remove_file(&ledger).unwrap();
+    let filler = |number| fs::write(dir.path().join(format!("filler-{number}")), "");
+    assert!(
+        (0..64).any(|number| filler(number).is_err()),
+        "there is no room for a file"
+    );
+    let state = backend.inspect(&name("n"), LockKind::Lock).await.unwrap();
+    assert!(!state.is_free());
+    let listed = LockClient::new(backend).list("").unwrap().next().await;
+    assert!(matches!(listed, Some(Ok(_))), "{listed:?}");
+    assert!(!ledger.exists());
 }
 
 #[tokio::test]

@@ -10,6 +10,7 @@ use std::{
 
 use lockkit::{AcquireOptions, LockClient, LockGuard};
 use lockkit_conformance::torture::{Strike, Target};
+use lockkit_torture::embedded::Files;
 
 use crate::target;
 
@@ -81,13 +82,19 @@ fn redis() {
 
 #[test]
 fn files() {
-    each_costs_a_hold(
-        "file",
-        // The first of its files has the floors alone.
-        &[("delete", 1)],
-        Duration::from_secs(1),
-        Duration::from_mins(1),
-    );
+    let target = Arc::new(Files::new().expect("a directory"));
+    let shared: Arc<dyn Target> = target.clone();
+    run(async {
+        let (_client, guard) = held(&shared, Duration::from_secs(1)).await;
+        // Beside it are files that no hold depends on.
+        let files = target.files().expect("its files");
+        let lock = files.iter().position(|file| file.ends_with("tools.lock"));
+        let place = u32::try_from(lock.expect("the lock's file")).expect("a few files");
+        let strike = strike("delete", place);
+        tokio::task::block_in_place(|| target.strike(&strike, &[NAME.to_owned()])).expect("a strike");
+        assert!(lost(&guard, Duration::from_mins(1)).await, "it cost nothing");
+        let (_client, _guard) = held(&shared, Duration::from_secs(1)).await;
+    });
 }
 
 #[test]
