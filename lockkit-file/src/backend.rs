@@ -158,7 +158,8 @@ impl Backend for FileBackend {
         Ok(LockState::new(holders.into_iter().map(shown).collect(), None))
     }
 
-    /// Probes each lock that has a file with the prefix, for a moment, as [`inspect`](Self::inspect) does.
+    /// Probes each lock that has a file with the prefix, for a moment, as [`inspect`](Self::inspect) does. A file that cannot be read is an
+    /// error after all that can be.
     fn list(&self, prefix: &str) -> Result<Box<dyn Lister>> {
         Ok(Box::new(FileLister::new(Arc::clone(&self.layout), prefix)))
     }

@@ -1,4 +1,5 @@
-//! Listings: the directory's entries, a page at a time. Each lock that has a file is probed, as an inspection does.
+//! Listings: the directory's entries, a page at a time. Each lock that has a file is probed, as an inspection does. One that cannot be told
+//! hides no other: the first such failure comes after the last page.
 
 use std::{
     fs::{self, ReadDir},
@@ -23,6 +24,8 @@ pub(crate) struct FileLister {
     layout: Arc<Layout>,
     prefix: Arc<str>,
     progress: Progress,
+    /// The first failure to tell of a lock.
+    failed: Option<FileError>,
 }
 
 enum Progress {
@@ -32,12 +35,20 @@ enum Progress {
     Gone,
 }
 
+/// What was found among some entries, and the directory from there on.
+struct Page {
+    locks: Vec<ListedLock>,
+    failed: Option<FileError>,
+    rest: ReadDir,
+}
+
 impl FileLister {
     pub(crate) fn new(layout: Arc<Layout>, prefix: &str) -> Self {
         Self {
             layout,
             prefix: prefix.into(),
             progress: Progress::NotBegun,
+            failed: None,
         }
     }
 }
@@ -49,44 +60,46 @@ impl Lister for FileLister {
         let progress = std::mem::replace(&mut self.progress, Progress::Gone);
         let looked = blocking(move || look(&layout, &prefix, progress)).await;
         let looked = looked.map_err(|error| error.into_error("list"))?;
-        Ok(looked.map(|(page, entries)| {
-            self.progress = Progress::At(entries);
-            page
-        }))
+        let Some(Page { locks, failed, rest }) = looked else {
+            let failed = self.failed.take();
+            return failed.map_or(Ok(None), |error| Err(error.into_error("list")));
+        };
+        self.progress = Progress::At(rest);
+        self.failed = self.failed.take().or(failed);
+        Ok(Some(locks))
     }
 }
 
-fn look(
-    layout: &Arc<Layout>,
-    prefix: &str,
-    progress: Progress,
-) -> Result<Option<(Vec<ListedLock>, ReadDir)>, FileError> {
+fn look(layout: &Arc<Layout>, prefix: &str, progress: Progress) -> Result<Option<Page>, FileError> {
     let dir = layout.dir();
-    let failed = |error| FileError::io("read the directory", &dir)(error);
-    let mut entries = match progress {
+    let unreadable = |error| FileError::io("read the directory", &dir)(error);
+    let mut rest = match progress {
         Progress::At(entries) => entries,
         Progress::NotBegun => match fs::read_dir(&dir) {
             // Somebody removed it, with all that was held.
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
-            opened => opened.map_err(failed)?,
+            opened => opened.map_err(unreadable)?,
         },
         Progress::Gone => return Ok(None),
     };
-    let mut page = Vec::new();
+    let (mut locks, mut failed) = (Vec::new(), None);
     for seen in 0..PAGE {
-        let Some(entry) = entries.next() else {
+        let Some(entry) = rest.next() else {
             if seen == 0 {
                 return Ok(None);
             }
             break;
         };
-        let file_name = entry.map_err(failed)?.file_name();
+        let file_name = entry.map_err(unreadable)?.file_name();
         let Some(files) = layout.files_of(&file_name, prefix) else {
             continue;
         };
-        page.extend(lock(&files, prefix)?);
+        match lock(&files, prefix) {
+            Ok(found) => locks.extend(found),
+            Err(error) => failed = failed.or(Some(error)),
+        }
     }
-    Ok(Some((page, entries)))
+    Ok(Some(Page { locks, failed, rest }))
 }
 
 /// Returns the lock that has these files, if its name has the prefix and somebody holds it.

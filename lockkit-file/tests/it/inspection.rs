@@ -206,6 +206,39 @@ async fn a_look_goes_without_a_ledger_that_cannot_be_made() {
 }
 
 #[tokio::test]
+async fn a_file_that_cannot_be_read_hides_no_other_from_a_list() {
+    let dir = TempDir::new().unwrap();
+    let backend = open(dir.path()).await;
+    // More than a page.
+    let names: Vec<_> = (0..40).map(|number| format!("n{number:02}")).collect();
+    let mut holders = Vec::new();
+    for name in &names {
+        let mut holder = claim(&backend, name, Mode::Exclusive).await;
+        granted(&mut holder).await;
+        holders.push(holder);
+    }
+    let at = dir.path().join("lockkit");
+    fs::write(at.join("foreign.lock"), "not ours").unwrap();
+    fs::copy(at.join("n00.lock"), at.join("copied.lock")).unwrap();
+    fs::create_dir(at.join("directory.lock")).unwrap();
+    let client = LockClient::new(backend);
+    let mut list = client.list("").unwrap();
+    let mut shown = Vec::new();
+    let error = loop {
+        match list.next().await.expect("what cannot be read is told") {
+            Ok(lock) => shown.push(lock.name.as_str().to_owned()),
+            Err(error) => break error,
+        }
+    };
+    shown.sort();
+    assert_eq!(shown, names);
+    let said = chain(&error);
+    let told = ["foreign.lock", "copied.lock", "directory.lock"];
+    assert!(told.iter().any(|file| said.contains(file)), "{said}");
+    assert!(list.next().await.is_none());
+}
+
+#[tokio::test]
 async fn a_ledger_that_stays_locked_is_an_error_and_not_taken() {
     let dir = TempDir::new().unwrap();
     let (backend, mut holder) = held(dir.path(), Mode::Exclusive).await;
