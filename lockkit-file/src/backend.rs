@@ -181,10 +181,16 @@ impl Backend for FileBackend {
         else {
             return Ok(false);
         };
+        // This host may have another process of that number.
+        let whose = if holder.is_of_another(self.layout.boot()) {
+            " of the container that has another boot id than this process"
+        } else {
+            ""
+        };
         Err(Error::unsupported(
             NAME,
             format!(
-                "ending another process's hold of `{name}`; end process {}, or what it started",
+                "ending another process's hold of `{name}`; end process {}{whose}, or what it started",
                 holder.grantee.pid
             ),
         ))
@@ -269,6 +275,39 @@ mod tests {
             holder.release().await.unwrap();
             assert!(rival.attempt(Duration::ZERO).await.unwrap().is_some());
         });
+    }
+
+    #[cfg(target_os = "linux")]
+    #[tokio::test]
+    async fn a_process_of_another_boot_is_told_apart() {
+        use crate::boot::BootId;
+
+        let dir = tempfile::TempDir::new().unwrap();
+        let mut backend = FileBackend::open(FileConfig::new(dir.path())).await.unwrap();
+        let mut holder = claim(&backend, 1).await;
+        let token = *holder
+            .attempt(Duration::ZERO)
+            .await
+            .unwrap()
+            .unwrap()
+            .tokens
+            .start();
+        let name = LockName::new("n").unwrap();
+        for (boot, is_of_another) in [
+            (BootId::current(), false),
+            (BootId::from_bytes([1; BootId::BYTES]), true),
+        ] {
+            backend.layout = Arc::new(Layout::open_in(boot, dir.path(), "lockkit").unwrap());
+            let forced = backend
+                .revoke_by_force(&name, LockKind::Lock, FencingToken::new(token))
+                .await;
+            let said = forced.unwrap_err().to_string();
+            assert!(
+                said.contains(&format!("end process {}", std::process::id())),
+                "{said}"
+            );
+            assert_eq!(said.contains("another boot id"), is_of_another, "{said}");
+        }
     }
 
     /// Whoever may write the files may write any size.

@@ -18,6 +18,7 @@ use crate::{
     error::{FileError, Result},
     flock::Flock,
     hold::{Hold, ReaderNote, WakingLock},
+    inspect,
     layout::{self, Files, Inode},
     queue::{self, HEARTBEAT, Predecessor, Ticket},
     token_record::{self, TokenRecord},
@@ -322,8 +323,7 @@ impl BlockingClaim {
         self.events.is_some()
     }
 
-    /// Tries to take what the mode asks for. A shared ledger keeps probes out, and is unlocked before waiting for the
-    /// disk.
+    /// Tries to take what the mode asks for. A shared ledger keeps probes out until that is locked.
     fn contend(&mut self, waits: bool, since: Instant, ledger: Option<Flock>) -> Result<Option<Hold>> {
         match self.spec.request.mode {
             Mode::Exclusive | Mode::Shared => self.contend_for_lock(waits, since, ledger),
@@ -398,6 +398,9 @@ impl BlockingClaim {
         }
         // An inspection's probe would look like a holder.
         let _ledger = files.share_ledger()?;
+        if in_use.is_none() {
+            inspect::check_unread_size(files, &main.file)?;
+        }
         // No semaphore has more. A record that says so would keep this going for hours.
         for index in 0..in_use.unwrap_or(0).min(MAX_PERMITS) {
             let path = files.permit(index);
@@ -454,6 +457,10 @@ impl BlockingClaim {
                 record
             }
             Mode::Permits(_) => {
+                if let Some((permit, _)) = backing.last() {
+                    // It would be shown in the place of this one, for as long as the disk is waited for.
+                    token_record::clear_note(locked, permit)?;
+                }
                 let record = mint(&main.reopen_writable()?.ok_or_else(|| self.replaced())?)?;
                 if let Some((permit, _)) = backing.last() {
                     token_record::write_note(locked, permit, &record)?;

@@ -25,7 +25,7 @@ pub(crate) fn holders(files: &Files, name: &LockName, kind: LockKind) -> Result<
     let Some(file) = layout::open(&path)?.map(Arc::new) else {
         return Ok(Vec::new());
     };
-    let Some(last) = token_record::read(files, &file)? else {
+    let Some(last) = last_grant(files, &file)? else {
         return Ok(Vec::new());
     };
     last.check_name(name.as_str(), &path)?;
@@ -63,7 +63,7 @@ pub(crate) fn holders_in(
     let Some(file) = layout::open(&path)?.map(Arc::new) else {
         return Ok(None);
     };
-    let Some(last) = token_record::read(files, &file)? else {
+    let Some(last) = last_grant(files, &file)? else {
         return Ok(None);
     };
     let name = LockName::new(&last.name).ok().filter(|name| files.are_of(name));
@@ -80,6 +80,64 @@ pub(crate) fn holders_in(
         LockKind::Semaphore => permit_holders(files, &file)?,
     };
     Ok(Some((name, holders)))
+}
+
+/// Returns the last grant; `None` if there was none, or if a crash of the host tore the record of it.
+///
+/// # Errors
+/// If the record cannot be read and somebody holds: to a process with another boot id, as in a container, damage looks like the work of a
+/// crash, after which nobody would hold.
+fn last_grant(files: &Files, file: &Arc<File>) -> Result<Option<TokenRecord>> {
+    let last = token_record::read(files, file)?;
+    if last.is_some() || !has_content(files, file)? {
+        return Ok(last);
+    }
+    let ledger = files.lock_ledger()?;
+    let is_held = is_held(files, file)?;
+    drop(ledger);
+    // As below.
+    wake_watchers(file);
+    // If the first grant of a boot was under way, it has written its record by now.
+    let last = token_record::read(files, file)?;
+    if is_held && last.is_none() {
+        return Err(FileError::Damaged { path: files.main() });
+    }
+    Ok(last)
+}
+
+/// Fails if the size of a semaphore cannot be read, and somebody has a permit. The caller shares the ledger.
+pub(crate) fn check_unread_size(files: &Files, file: &Arc<File>) -> Result<()> {
+    if has_content(files, file)? && is_held(files, file)? {
+        return Err(FileError::Damaged { path: files.main() });
+    }
+    Ok(())
+}
+
+fn has_content(files: &Files, file: &File) -> Result<bool> {
+    let path = files.main();
+    let metadata = file.metadata().map_err(FileError::io("look at", &path))?;
+    Ok(metadata.len() > 0)
+}
+
+/// Returns whether anybody has the lock or a permit, whatever the record says.
+fn is_held(files: &Files, file: &Arc<File>) -> Result<bool> {
+    if files.kind() == LockKind::Lock {
+        return Ok(Flock::exclusive(file, &files.main())?.is_none());
+    }
+    let dir = files.permits();
+    let entries = match fs::read_dir(&dir) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(false),
+        other => other.map_err(FileError::io("read the directory", &dir))?,
+    };
+    for entry in entries {
+        let path = entry.map_err(FileError::io("read the directory", &dir))?.path();
+        if let Some(permit) = layout::open(&path)?.map(Arc::new)
+            && Flock::exclusive(&permit, &path)?.is_none()
+        {
+            return Ok(true);
+        }
+    }
+    Ok(false)
 }
 
 fn lock_holders(files: &Files, file: &Arc<File>, path: &Path) -> Result<Vec<TokenRecord>> {
@@ -162,4 +220,130 @@ fn permit_holders(files: &Files, file: &File) -> Result<Vec<TokenRecord>> {
     }
     holders.sort_by_key(|holder| holder.grantee.token);
     Ok(holders)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{num::NonZeroU32, os::unix::fs::FileExt, time::Instant};
+
+    use lockkit_core::spi::{ClaimRequest, Mode, OwnerId};
+    use tempfile::TempDir;
+
+    use super::*;
+    use crate::{
+        blocking_claim::{BlockingClaim, ClaimSpec},
+        boot::BootId,
+        layout::Layout,
+    };
+
+    /// A host or a container, by its boot id, on the same files.
+    struct Boot(Arc<Layout>);
+
+    impl Boot {
+        fn new(dir: &TempDir, number: u8) -> Self {
+            let boot = BootId::from_bytes([number; BootId::BYTES]);
+            Self(Arc::new(Layout::open_in(boot, dir.path(), "").unwrap()))
+        }
+
+        fn files(&self, kind: LockKind) -> Files {
+            self.0.files(&name(), kind)
+        }
+
+        fn holders(&self, kind: LockKind) -> Result<Vec<TokenRecord>> {
+            holders(&self.files(kind), &name(), kind)
+        }
+
+        fn claim(&self, mode: Mode, owner: u128) -> BlockingClaim {
+            let ttl = std::time::Duration::from_secs(30);
+            BlockingClaim::new(Arc::new(ClaimSpec {
+                request: ClaimRequest::new(name(), mode, ttl, OwnerId::new(owner)),
+                files: self.files(mode.kind()),
+                watcher: None,
+                poll: ttl,
+                pace: Arc::default(),
+            }))
+        }
+
+        /// Returns a claim after a try.
+        fn try_for(&self, mode: Mode, owner: u128) -> Result<BlockingClaim> {
+            let mut claim = self.claim(mode, owner);
+            claim.attempt(false, Instant::now().into())?;
+            Ok(claim)
+        }
+    }
+
+    fn name() -> LockName {
+        LockName::new("n").unwrap()
+    }
+
+    fn permits(count: u32) -> Mode {
+        Mode::Permits(NonZeroU32::new(count).unwrap())
+    }
+
+    #[test]
+    fn a_holder_of_another_boot_holds_while_its_lock_is_locked() {
+        for mode in [Mode::Exclusive, Mode::Shared, permits(2)] {
+            let dir = TempDir::new().unwrap();
+            let (one, other) = (Boot::new(&dir, 1), Boot::new(&dir, 2));
+            let holder = one.try_for(mode, 1).unwrap();
+            let token = *holder.hold.as_ref().unwrap().grant.tokens.start();
+            let shown = other.holders(mode.kind()).unwrap();
+            assert_eq!(shown.len(), 1, "{mode:?}");
+            assert_eq!(shown[0].grantee.token, token, "{mode:?}");
+            assert!(shown[0].is_of_another(other.0.boot()), "{mode:?}");
+            drop(holder);
+            assert_eq!(other.holders(mode.kind()).unwrap(), [], "{mode:?}");
+        }
+    }
+
+    #[test]
+    fn a_permit_is_of_no_holder_from_before_while_it_is_granted() {
+        let dir = TempDir::new().unwrap();
+        let (one, next) = (Boot::new(&dir, 1), Boot::new(&dir, 2));
+        drop(one.try_for(permits(1), 1).unwrap());
+        let permit = one.files(LockKind::Semaphore).permit(0);
+        assert!(
+            fs::metadata(&permit).unwrap().len() > 0,
+            "it stays when it is free"
+        );
+        let mut claim = next.claim(permits(1), 2);
+        // It goes no further than to where it would wait for the disk.
+        claim.inline = true;
+        let waits = claim.attempt(false, Instant::now().into());
+        assert!(matches!(waits, Err(FileError::NeedsWorker)), "{waits:?}");
+        assert_eq!(fs::metadata(&permit).unwrap().len(), 0);
+    }
+
+    /// To the other boot, it looks as if a crash of the host had torn the record.
+    #[test]
+    fn a_damaged_record_frees_nobody_of_another_boot() {
+        for mode in [Mode::Exclusive, Mode::Shared, permits(2)] {
+            let dir = TempDir::new().unwrap();
+            let (one, other) = (Boot::new(&dir, 1), Boot::new(&dir, 2));
+            let holder = one.try_for(mode, 1).unwrap();
+            let (main, _) = layout::open_writable(&one.files(mode.kind()).main())
+                .unwrap()
+                .unwrap();
+            // Within each copy.
+            for at in (40..main.metadata().unwrap().len()).step_by(4_096) {
+                main.write_all_at(&[!0; 8], at).unwrap();
+            }
+            let shown = other.holders(mode.kind());
+            assert!(
+                matches!(shown, Err(FileError::Damaged { .. })),
+                "{mode:?}: {shown:?}"
+            );
+            if mode.kind() == LockKind::Semaphore {
+                let tried = other.try_for(permits(5), 2).map(|claim| claim.hold.is_some());
+                assert!(
+                    matches!(tried, Err(FileError::Damaged { .. })),
+                    "two sizes: {tried:?}"
+                );
+            }
+            drop(holder);
+            assert_eq!(other.holders(mode.kind()).unwrap(), [], "{mode:?}");
+            let next = other.try_for(mode, 3).unwrap();
+            assert!(next.hold.is_some(), "{mode:?}");
+        }
+    }
 }

@@ -267,11 +267,6 @@ impl Files {
         Ok(dir)
     }
 
-    /// Creates the ledger, unless it is there. Done before the first record is written: without a record, nobody probes.
-    pub(crate) fn ensure_ledger(&self) -> Result<()> {
-        self.open_or_create(&self.ledger()).map(drop)
-    }
-
     /// Locks the ledger exclusively, for moments only. `None` if somebody has deleted it, and it cannot be created anew. Then a probe does
     /// without: an attempt that it misleads creates the ledger, and tries once more.
     pub(crate) fn lock_ledger(&self) -> Result<Option<Flock>> {
@@ -286,7 +281,7 @@ impl Files {
         }
     }
 
-    /// Locks the ledger shared: nobody probes meanwhile.
+    /// Locks the ledger shared: nobody probes meanwhile. Creates it if it is missing.
     pub(crate) fn share_ledger(&self) -> Result<Flock> {
         self.lock_soon(&self.ledger(), Flock::shared)
     }

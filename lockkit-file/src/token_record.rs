@@ -89,6 +89,11 @@ impl TokenRecord {
         if self.is_of(boot) { self.last } else { self.floor }
     }
 
+    /// Returns whether it names another boot than `boot`. Its holder may live all the same, in a container with a boot id of its own.
+    pub(crate) fn is_of_another(&self, boot: Option<BootId>) -> bool {
+        self.boot.is_some() && self.boot != boot
+    }
+
     fn is_of(&self, boot: Option<BootId>) -> bool {
         self.boot.is_some() && self.boot == boot
     }
@@ -170,10 +175,18 @@ fn append(
     // tore. A writer that was killed meanwhile has left no ceiling.
     let is_begun = previous.is_some_and(|previous| previous.is_of(boot) && previous.ceiling > 0);
     let is_covered = is_begun && next(above).is_some_and(|(_, last)| last <= ceiling);
-    if !is_covered {
+    // Whoever looks would find a lock that is taken, and the record of a holder before, of an earlier boot perhaps. And it finds a ledger
+    // wherever there is a record.
+    let ledger = if is_covered {
+        None
+    } else {
         require_worker()?;
-        files.ensure_ledger()?;
-    }
+        match files.share_ledger() {
+            // By a process that was stopped while it looked. It keeps nobody out.
+            Err(FileError::StillLocked { .. }) => None,
+            shared => Some(shared?),
+        }
+    };
     let ceilings = if boot.is_none() || is_covered {
         None
     } else {
@@ -209,10 +222,13 @@ fn append(
     };
     if let Some(mut ceilings) = ceilings {
         record.floor = floor.max(last.saturating_add(STEP));
+        // As in `write_through`. From the write on, whoever looks sees this grant.
+        sync(file, &path)?;
+        write(file, &path, lane, &mut record)?;
+        drop(ledger);
+        sync(file, &path)?;
         // Older versions find the floor nowhere else, and a crash may tear either copy.
-        for _ in 0..2 {
-            write_through(file, &path, lane, &mut record)?;
-        }
+        write_through(file, &path, lane, &mut record)?;
         ceilings.raise(lane, &record)?;
         files.layout().sync()?;
         record.ceiling = record.floor;
@@ -283,6 +299,11 @@ fn sync(file: &File, path: &Path) -> Result<()> {
         return Ok(());
     }
     file.sync_data().map_err(FileError::io("sync", path))
+}
+
+/// Removes the note of a holder before.
+pub(crate) fn clear_note(file: &File, path: &Path) -> Result<()> {
+    file.set_len(0).map_err(FileError::io("write to", path))
 }
 
 /// Writes a grant to a file of its own, for inspections. The counter is elsewhere, so this need not survive a crash.
@@ -534,6 +555,8 @@ mod tests {
         synced: HashMap<PathBuf, Vec<u8>>,
         /// The number of syncs after which the process is killed.
         killed_after: Option<usize>,
+        /// Each sync tries to lock it, and notes whether it did.
+        looked_at: Option<(PathBuf, Vec<bool>)>,
     }
 
     thread_local! {
@@ -549,6 +572,9 @@ mod tests {
                     return Some(Err(FileError::WorkerDied));
                 };
                 *left = fewer;
+            }
+            if let Some((path, looks)) = &mut disk.looked_at {
+                looks.push(File::open(path).unwrap().try_lock().is_ok());
             }
             disk.synced.insert(path.to_owned(), all_of(file));
             Some(Ok(()))
@@ -903,6 +929,43 @@ mod tests {
         let earlier = fixture.in_boot("n", boot(1));
         assert!(earlier.mint().unwrap().grantee.token > last + STEP - 1_000);
         DISK.set(None);
+    }
+
+    /// Whoever looked would name a holder from before the restart.
+    #[test]
+    fn nobody_looks_before_the_first_record_of_a_boot() {
+        for mode in [Mode::Exclusive, Mode::Shared] {
+            let fixture = Fixture::new();
+            fixture.mint_for(&request("n", mode)).unwrap();
+            let fixture = fixture.in_boot("n", boot(2));
+            let looked_at = Some((fixture.dir.path().join("n.ledger"), Vec::new()));
+            DISK.set(Some(Disk {
+                looked_at,
+                ..Disk::default()
+            }));
+            fixture.mint_for(&request("n", mode)).unwrap();
+            let (ledger, looks) = DISK.take().unwrap().looked_at.unwrap();
+            assert!(looks.len() > 1, "{mode:?}: {looks:?}");
+            for (at, may_look) in looks.iter().enumerate() {
+                assert_eq!(
+                    *may_look,
+                    at > 0,
+                    "{mode:?}: it waits for no more than it has to: {looks:?}"
+                );
+            }
+            assert!(File::open(ledger).unwrap().try_lock().is_ok(), "{mode:?}");
+        }
+    }
+
+    /// An inspection that is stopped keeps nobody out.
+    #[test]
+    fn a_ledger_that_stays_locked_stops_no_first_grant() {
+        let fixture = Fixture::new();
+        let first = fixture.mint().unwrap();
+        let ledger = File::open(fixture.dir.path().join("n.ledger")).unwrap();
+        ledger.try_lock().unwrap();
+        let next = fixture.in_boot("n", boot(2)).mint().unwrap();
+        assert!(next.grantee.token > first.last);
     }
 
     #[test]
