@@ -19,7 +19,7 @@ const DOCUMENTED: [(&str, RangeInclusive<usize>, usize, usize); 7] = [
 ];
 
 /// Counts the connections of this process to these ports.
-fn connections(ports: &[u16]) -> usize {
+pub(crate) fn connections(ports: &[u16]) -> usize {
     let links = fs::read_dir("/proc/self/fd").unwrap().flatten();
     let targets = links.filter_map(|link| fs::read_link(link.path()).ok());
     let own: HashSet<String> = targets.map(|target| target.display().to_string()).collect();
@@ -43,7 +43,7 @@ fn connections(ports: &[u16]) -> usize {
         .count()
 }
 
-fn ports(url: &str) -> Vec<u16> {
+pub(crate) fn ports(url: &str) -> Vec<u16> {
     let authority = url.split("//").nth(1).unwrap().split(['/', '?']).next().unwrap();
     let hosts = authority.rsplit('@').next().unwrap();
     hosts

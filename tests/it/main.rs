@@ -38,4 +38,14 @@ mod observability;
     feature = "postgres",
 ))]
 mod swaps;
+#[cfg(all(
+    target_os = "linux",
+    feature = "file",
+    feature = "redis",
+    feature = "zk",
+    feature = "mysql",
+    feature = "etcd",
+    feature = "postgres",
+))]
+mod tasks;
 mod urls;
