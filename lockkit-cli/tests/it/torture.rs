@@ -1,8 +1,11 @@
 //! Recorded schedules of the torture of `lockkit run`. New ones are those of `lockkit-torture command`.
 
-use std::{env, ffi::OsString, sync::Mutex, thread, time::Instant};
+use std::{env, ffi::OsString, process::Command, sync::Mutex, thread, time::Instant};
 
 use lockkit_torture::command::{Programs, Schedule, Verdict, play, witness};
+use rustix::process::Signal;
+
+use crate::tool::{Running, eventually, state};
 
 /// A command under the lock is this test program once more.
 #[test]
@@ -75,9 +78,15 @@ fn redis_under_recorded_schedules() {
 const FILE: [u64; 5] = [2, 6, 35, 37, 670];
 const REDIS: [u64; 6] = [2, 5, 28, 52, 98, 114];
 
-/// Without a lock, the same commands are seen at one time.
+/// Without a lock, the same commands are seen at one time. Something in this process's group is stopped meanwhile, as other tests stop
+/// lockkit: whoever joined that group from another one would have all of it sent HUP by its end.
 #[test]
 fn commands_without_a_lock_are_convicted() {
+    let stopped = Running::spawn(Command::new("sleep").arg("60"));
+    stopped.signal(Signal::STOP);
+    eventually("it is stopped", || {
+        (state(stopped.pid()) == Some('T')).then_some(())
+    });
     let verdicts = played("file", None, &[2, 3, 4]).expect("files are everywhere");
     let convicted = |verdict: &&Verdict| verdict.findings.iter().any(|law| law.starts_with("exclusion"));
     let count = verdicts.iter().filter(convicted).count();

@@ -228,30 +228,18 @@ impl Stage<'_> {
         format!("torture-{}", self.schedule.seed)
     }
 
-    /// Returns what the command of a run does.
-    fn act(&self, run: &Run) -> Act {
-        let mut act = run.command.act().copied().unwrap_or(NO_ACT);
-        // Without lockkit, its group would be that of this process. If anybody in there is stopped while one of them ends whose parent is
-        // in another group, the system sends HUP to all of it: the end of the player.
-        if self.programs.lockkit.is_none() {
-            if act.place == super::witness::Place::Joins {
-                act.place = super::witness::Place::Stays;
-            }
-            if act.kid == super::witness::Kid::Joins {
-                act.kid = super::witness::Kid::Plain;
-            }
-        }
-        act
-    }
-
     /// Starts a run, sends it what it is to get, and sees it end.
     fn attend(&self, number: usize) -> io::Result<Played> {
         let run = &self.schedule.runs[number];
         self.sleep_until(run.at);
         let (program, arguments) = self.command_line(number);
+        let mut act = run.command.act().copied().unwrap_or(NO_ACT);
+        if self.programs.lockkit.is_none() {
+            act.keep_out();
+        }
         let spec = Spec {
             run: number,
-            act: self.act(run),
+            act,
             reach: None,
             log: self.log.to_owned(),
         };

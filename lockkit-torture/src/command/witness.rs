@@ -50,6 +50,19 @@ pub(super) struct Act {
     pub(super) stops: bool,
 }
 
+impl Act {
+    /// Keeps it out of its parent's process group: without lockkit that is the group of whoever plays. When the last one in a group ends
+    /// that has a parent in another group of the session, and something in it is stopped, the system sends HUP to all of the group.
+    pub(super) fn keep_out(&mut self) {
+        if self.place == Place::Joins {
+            self.place = Place::Stays;
+        }
+        if self.kid == Kid::Joins {
+            self.kid = Kid::Plain;
+        }
+    }
+}
+
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum UponTerm {
     Default,
