@@ -8,7 +8,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use rustix::process::{Pid, Signal, getpgid, getsid, kill_process};
+use rustix::process::{Pid, PidfdFlags, Signal, getpgid, getsid, pidfd_open, pidfd_send_signal};
 use tempfile::TempDir;
 
 /// Longer than anything takes that is not measured, on a busy machine.
@@ -171,8 +171,10 @@ impl Drop for Running {
     }
 }
 
+/// By a handle, which no thread has: ids are used again, and a signal to that of a thread of this process would end all tests.
 pub(crate) fn signal_to(pid: i32, signal: Signal) {
-    kill_process(Pid::from_raw(pid).unwrap(), signal).unwrap();
+    let process = pidfd_open(Pid::from_raw(pid).unwrap(), PidfdFlags::empty()).unwrap();
+    pidfd_send_signal(process, signal).unwrap();
 }
 
 /// Asks again until there is an answer.

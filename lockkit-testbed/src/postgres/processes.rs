@@ -5,7 +5,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use rustix::process::{Pid, Signal, kill_process};
+use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 
 /// A process as the system tells of it.
 struct Status {
@@ -32,11 +32,13 @@ pub(super) fn children(parent: u32) -> io::Result<Vec<u32>> {
         .collect())
 }
 
-/// Signals processes; those that have ended meanwhile do not count.
+/// Signals processes; those that have ended meanwhile do not count. By handles, which no thread has: a signal to the id of a thread goes to
+/// all of its process, which may be this one.
 pub(super) fn signal(pids: &[u32], signal: Signal) -> io::Result<()> {
     for pid in pids {
         let pid = i32::try_from(*pid).ok().and_then(Pid::from_raw);
-        match kill_process(pid.ok_or(io::ErrorKind::InvalidInput)?, signal) {
+        let process = pidfd_open(pid.ok_or(io::ErrorKind::InvalidInput)?, PidfdFlags::empty());
+        match process.and_then(|process| pidfd_send_signal(process, signal)) {
             Err(rustix::io::Errno::SRCH) => {}
             done => done?,
         }

@@ -404,9 +404,10 @@ impl PgServer {
         // It can have no more children then.
         self.process.pause()?;
         let children = processes::children(pid)?;
-        self.process.kill()?;
+        // It does not reap them while it is paused. Later their ids may be those of others, also of threads of this process.
         processes::signal(&children, Signal::KILL)?;
         processes::wait_ended(&children)?;
+        self.process.kill()?;
         // What they say of a process that is gone may be true of another one by now.
         let _ = fs::remove_file(self.data().join("postmaster.pid"));
         let mut lock = self.socket().into_os_string();

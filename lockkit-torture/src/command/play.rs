@@ -15,7 +15,9 @@ use lockkit_conformance::{
     stall::Stopwatch,
     torture::{Strike, Target},
 };
-use rustix::process::{Pid, Signal, getpgid, kill_process, kill_process_group};
+use rustix::process::{
+    Pid, PidfdFlags, Signal, getpgid, kill_process, kill_process_group, pidfd_open, pidfd_send_signal,
+};
 
 use super::{
     Programs,
@@ -367,7 +369,7 @@ impl Stage<'_> {
             }
             Whom::Command => self
                 .command(number)
-                .is_some_and(|command| signal(command, shot.signal)),
+                .is_some_and(|command| self.signal(command, shot.signal)),
         };
         if sent {
             let Shot { to, signal, .. } = shot;
@@ -426,12 +428,20 @@ impl Stage<'_> {
             .collect()
     }
 
+    /// Sends a signal to a witness, and returns whether it is still there. Its id alone may be that of another process by now, or of a thread,
+    /// perhaps of this process: what is sent to a thread's id ends all of its process.
+    fn signal(&self, pid: i32, signal: Signal) -> bool {
+        // Of the process that is looked at then, or of one that has ended.
+        let handle = Pid::from_raw(pid).and_then(|pid| pidfd_open(pid, PidfdFlags::empty()).ok());
+        handle.is_some_and(|handle| self.spec_of(pid).is_some() && pidfd_send_signal(handle, signal).is_ok())
+    }
+
     /// Kills what there is of a run, `but` for one process, and returns how many that were.
     fn kill_all(&self, number: usize, but: Option<i32>) -> usize {
         let mut family = self.family(number);
         family.retain(|(pid, _)| Some(*pid) != but);
         for (pid, _) in &family {
-            signal(*pid, Signal::KILL);
+            self.signal(*pid, Signal::KILL);
         }
         family.len()
     }
@@ -507,7 +517,7 @@ fn milliseconds(time: Duration) -> OsString {
     format!("{}ms", time.as_millis()).into()
 }
 
-/// Returns whether there was a process to send it to.
+/// Sends a signal to a child that is not reaped, and returns whether it was sent.
 fn signal(pid: i32, signal: Signal) -> bool {
     Pid::from_raw(pid).is_some_and(|pid| kill_process(pid, signal).is_ok())
 }
