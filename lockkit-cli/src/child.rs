@@ -212,7 +212,8 @@ impl Child {
     /// Returns those who were there to be sent it.
     fn send(&self, signal: Signal) -> Vec<Relative> {
         // What can fail is signalling a process of another user (a set-user-ID command), which is not ours to end.
-        let is_apart = self.place == Place::Apart;
+        let has_id = self.has_id();
+        let is_apart = self.place == Place::Apart && has_id;
         let members = || self.members().unwrap_or_default().unwrap_or_default();
         // A look at all processes of a big host takes its time, which a lease that is nearly over does not have. What is killed is looked
         // for again and again, until it is gone.
@@ -224,9 +225,9 @@ impl Child {
         if is_apart {
             let _ = kill_process_group(self.pid, signal);
         }
-        // The command itself may have left its group. Until it is reaped its id is its own.
+        // The command itself may have left its group.
         let was_sent_it = is_apart && getpgid(Some(self.pid)) == Ok(self.pid);
-        if !self.reaped && !was_sent_it {
+        if has_id && !was_sent_it {
             let _ = kill_process(self.pid, signal);
         }
         // Those before are out of sight now if they have lost the parent by whom they are found, and others may have left the group.
@@ -235,12 +236,18 @@ impl Child {
         let lost_sight_of = before.iter().filter(|member| !is_seen_now(member));
         for member in lost_sight_of.chain(&now) {
             let is_meant = TO_ALL.contains(&signal) || member.shares_group || member.group == Some(self.pid);
-            let was_sent_it = member.pid == self.pid || is_apart && member.group == Some(self.pid);
+            let was_sent_it = has_id && member.pid == self.pid || is_apart && member.group == Some(self.pid);
             if is_meant && !was_sent_it {
                 member.signal(signal);
             }
         }
         now
+    }
+
+    /// Returns whether the command's id is its own, as that of its group is then: it has not been reaped. Later they may be a stranger's.
+    fn has_id(&self) -> bool {
+        let which = WaitIdOptions::EXITED | WaitIdOptions::NOHANG | WaitIdOptions::NOWAIT;
+        !self.reaped && waitid(WaitId::Pid(self.pid), which).is_ok()
     }
 
     /// Kills the command and what it has started, and answers when all of it is gone, or `within` that time after the

@@ -1009,6 +1009,51 @@ mod tests {
         });
     }
 
+    /// Its id, and that of its group, may be a stranger's by then.
+    #[cfg(target_os = "linux")]
+    #[test]
+    fn who_was_reaped_is_sent_nothing() {
+        use std::{
+            io::{self, BufRead, BufReader, Write},
+            process::Stdio,
+        };
+
+        use rustix::process::{Pid, WaitOptions, kill_process, waitpid};
+
+        alone(async {
+            let mut stranger = std::process::Command::new("perl")
+                .args(["-e", "$| = 1; while (<STDIN>) { setpgrp(0, $_); print }"])
+                .stdin(Stdio::piped())
+                .stdout(Stdio::piped())
+                .spawn()
+                .unwrap();
+            let (mut input, output) = (stranger.stdin.take().unwrap(), stranger.stdout.take().unwrap());
+            let mut output = BufReader::new(output);
+            let (reader, writer) = io::pipe().unwrap();
+            let mut command = std::process::Command::new("sh");
+            command.args(["-c", "echo $$; exec sleep 60"]).stdout(writer);
+            let child = Child::spawn(command, Place::Apart).unwrap();
+            let mut id = String::new();
+            BufReader::new(reader).read_line(&mut id).unwrap();
+            let pid = Pid::from_raw(id.trim().parse().unwrap());
+            let mut joins = |when: &str| {
+                let mut answer = String::new();
+                let asked = input.write_all(id.as_bytes());
+                output.read_line(&mut answer).unwrap();
+                assert!(asked.is_ok() && answer == id, "the stranger has ended {when}");
+            };
+            joins("before");
+            kill_process(pid.unwrap(), Signal::KILL).unwrap();
+            waitpid(pid, WaitOptions::empty()).unwrap();
+            child.signal(Signal::TERM);
+            joins("by a signal");
+            drop(child);
+            joins("by the end");
+            stranger.kill().unwrap();
+            stranger.wait().unwrap();
+        });
+    }
+
     /// Its parent has gone to a session of its own, and does not reap it.
     #[cfg(target_os = "linux")]
     #[test]
