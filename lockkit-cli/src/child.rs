@@ -184,17 +184,19 @@ impl Child {
         }
     }
 
-    /// Sends a signal to the command and what it has started. One that is stopped goes on, if it is to end.
+    /// Sends a signal to the command and what it has started. One that is stopped goes on, if it is to end. What does not get the signal
+    /// stays stopped, as a job that its user has suspended.
     pub(crate) fn signal(&self, signal: Signal) {
-        let _ = self.send(signal);
+        let to_all = TO_ALL.contains(&signal);
+        let _ = self.send(signal, to_all);
         if ENDING.contains(&signal) {
-            let _ = self.send(Signal::CONT);
+            let _ = self.send(Signal::CONT, to_all);
         }
     }
 
     /// Stops the command and all that it has started, also what is begun meanwhile.
     pub(crate) fn stop(&self) {
-        let mut stopped = self.send(Signal::STOP);
+        let mut stopped = self.send(Signal::STOP, true);
         for _ in 0..LOOKS_AT_STOPPED {
             let now = self.members().unwrap_or_default().unwrap_or_default();
             let mut new = now
@@ -209,8 +211,8 @@ impl Child {
         }
     }
 
-    /// Returns those who were there to be sent it.
-    fn send(&self, signal: Signal) -> Vec<Relative> {
+    /// Sends it `to_all` of the command, or else to its group and that of this process. Returns those who were there to be sent it.
+    fn send(&self, signal: Signal, to_all: bool) -> Vec<Relative> {
         // What can fail is signalling a process of another user (a set-user-ID command), which is not ours to end.
         let has_id = self.has_id();
         let is_apart = self.place == Place::Apart && has_id;
@@ -235,7 +237,7 @@ impl Child {
         let is_seen_now = |member: &&Relative| now.iter().any(|seen| seen.pid == member.pid);
         let lost_sight_of = before.iter().filter(|member| !is_seen_now(member));
         for member in lost_sight_of.chain(&now) {
-            let is_meant = TO_ALL.contains(&signal) || member.shares_group || member.group == Some(self.pid);
+            let is_meant = to_all || member.shares_group || member.group == Some(self.pid);
             let was_sent_it = has_id && member.pid == self.pid || is_apart && member.group == Some(self.pid);
             if is_meant && !was_sent_it {
                 member.signal(signal);

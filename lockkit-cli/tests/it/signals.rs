@@ -125,6 +125,39 @@ fn a_process_group_of_its_own_is_ended_and_stopped_too() {
     assert_eq!(holder.end().0.code(), Some(5));
 }
 
+/// What has a process group of its own does not get such a signal, and so it does not go on for it.
+#[test]
+fn a_suspended_job_goes_on_to_end_and_for_nothing_else() {
+    let site = Site::new();
+    let script = format!(
+        "exec 2>/dev/null; ulimit -c 0; trap 'echo heard' HUP INT QUIT ALRM USR1; echo up; {IN_A_GROUP} sleep 60 >/dev/null & echo $!; \
+         while :; do sleep 0.01; done"
+    );
+    let mut holder = site.running(&[], &script);
+    let job = holder.line().parse().unwrap();
+    crate::tool::eventually("it has a group", || {
+        (crate::tool::group(job) == job).then_some(())
+    });
+    crate::tool::signal_to(job, Signal::STOP);
+    crate::tool::eventually("it is suspended", || {
+        (crate::tool::state(job) == Some('T')).then_some(())
+    });
+    for signal in [Signal::HUP, Signal::INT, Signal::QUIT, Signal::ALARM] {
+        if crate::tool::ignored(signal) {
+            continue;
+        }
+        holder.signal(signal);
+        assert_eq!(holder.line(), "heard", "{signal:?}");
+        // What follows the first signal was sent before the second is passed on.
+        holder.signal(Signal::USR1);
+        assert_eq!(holder.line(), "heard", "USR1");
+        assert_eq!(crate::tool::state(job), Some('T'), "{signal:?}");
+    }
+    holder.signal(Signal::TERM);
+    assert_eq!(holder.end().0.code(), Some(143));
+    crate::tool::gone(job);
+}
+
 /// Five of them begin another one every 30 ms, each of which works for a third of a second. A stop that looks once leaves out what they begin
 /// in the milliseconds that the look takes: every second stop or so, and there are ten.
 #[test]
