@@ -10,8 +10,8 @@ use std::{
 use rustix::{
     fs::{Mode, OFlags, open},
     process::{
-        Pid, Signal, WaitId, WaitIdOptions, WaitOptions, getpgid, getpgrp, kill_process, kill_process_group,
-        test_kill_process_group, waitid, waitpgid, waitpid,
+        Pid, Signal, WaitId, WaitIdOptions, WaitOptions, getpgid, getpgrp, getpid, kill_process,
+        kill_process_group, test_kill_process_group, waitid, waitpgid, waitpid,
     },
     termios::tcgetpgrp,
 };
@@ -22,7 +22,7 @@ use tokio::{
 
 use crate::{
     family::{self, Relative},
-    signals::is_blocked,
+    signals::{is_blocked, outlives},
 };
 
 /// The pause between looks for processes that were told to end. They say so to nobody, and to look through
@@ -30,8 +30,8 @@ use crate::{
 const LOOK: Duration = Duration::from_millis(20);
 /// The pause between looks for processes that were killed.
 const LOOK_KILLED: Duration = Duration::from_millis(1);
-/// The looks for what was begun while all was being stopped. Whoever is stopped begins nothing.
-const LOOKS_AT_STOPPED: usize = 20;
+/// The looks for what was begun while all was stopped, or told to end. Whoever is stopped or ends begins nothing.
+const LOOKS_AT_NEW: usize = 20;
 /// The pause between looks at the command where nothing tells of its end.
 const LOOK_UNTOLD: Duration = Duration::from_millis(50);
 
@@ -188,42 +188,68 @@ impl Child {
     /// stays stopped, as a job that its user has suspended.
     pub(crate) fn signal(&self, signal: Signal) {
         let to_all = TO_ALL.contains(&signal);
-        let _ = self.send(signal, to_all);
+        let told = self.send(signal, to_all);
+        if signal == Signal::TERM {
+            self.tell_new(told);
+        }
         if ENDING.contains(&signal) {
             let _ = self.send(Signal::CONT, to_all);
         }
     }
 
-    /// Stops the command and all that it has started, also what is begun meanwhile.
-    pub(crate) fn stop(&self) {
-        let mut stopped = self.send(Signal::STOP, true);
-        for _ in 0..LOOKS_AT_STOPPED {
-            let now = self.members().unwrap_or_default().unwrap_or_default();
-            let mut new = now
-                .iter()
-                .filter(|it| stopped.iter().all(|known| known.pid != it.pid))
-                .peekable();
-            if new.peek().is_none() {
+    /// Sends TERM to what was begun while it was sent to those who were `told`. Whoever handles it may have begun another one upon it, to do
+    /// the last of the work: that is not told, nor is what it begins.
+    fn tell_new(&self, told: Vec<Relative>) {
+        let mut ending: Vec<Pid> = told.iter().map(|it| it.pid).collect();
+        let mut known = told;
+        for _ in 0..LOOKS_AT_NEW {
+            let new = self.begun_since(&mut known).unwrap_or_default();
+            if new.is_empty() {
                 return;
             }
-            new.for_each(|it| it.signal(Signal::STOP));
-            stopped = now;
+            for it in new {
+                // Whoever has ended has left it to this process.
+                let is_left = it.parent == Some(getpid());
+                let ends = |parent: Pid| ending.contains(&parent) && !outlives(parent, Signal::TERM);
+                // The system leaves out nobody of a group.
+                let is_of_group = self.place == Place::Apart && it.group == Some(self.pid);
+                if !is_of_group && (is_left || it.parent.is_some_and(ends)) {
+                    it.signal(Signal::TERM);
+                    ending.push(it.pid);
+                }
+            }
         }
     }
 
-    /// Sends it `to_all` of the command, or else to its group and that of this process. Returns those who were there to be sent it.
+    /// Stops the command and all that it has started, also what is begun meanwhile.
+    pub(crate) fn stop(&self) {
+        let mut known = self.send(Signal::STOP, true);
+        for _ in 0..LOOKS_AT_NEW {
+            let new = self.begun_since(&mut known).unwrap_or_default();
+            if new.is_empty() {
+                return;
+            }
+            new.iter().for_each(|it| it.signal(Signal::STOP));
+        }
+    }
+
+    /// Returns those of the command that are not `known` yet. They are from then on.
+    fn begun_since(&self, known: &mut Vec<Relative>) -> io::Result<Vec<Relative>> {
+        let mut new = self.members()?.unwrap_or_default();
+        new.retain(|it| !known.iter().any(|known| known.is(it)));
+        known.extend(&new);
+        Ok(new)
+    }
+
+    /// Sends it `to_all` of the command, or else to its group and that of this process. Returns those who were there before.
     fn send(&self, signal: Signal, to_all: bool) -> Vec<Relative> {
         // What can fail is signalling a process of another user (a set-user-ID command), which is not ours to end.
         let has_id = self.has_id();
         let is_apart = self.place == Place::Apart && has_id;
-        let members = || self.members().unwrap_or_default().unwrap_or_default();
+        let members = || self.members().ok().flatten();
         // A look at all processes of a big host takes its time, which a lease that is nearly over does not have. What is killed is looked
         // for again and again, until it is gone.
-        let before = if signal == Signal::KILL {
-            Vec::new()
-        } else {
-            members()
-        };
+        let before = if signal == Signal::KILL { None } else { members() };
         if is_apart {
             let _ = kill_process_group(self.pid, signal);
         }
@@ -233,17 +259,20 @@ impl Child {
             let _ = kill_process(self.pid, signal);
         }
         // Those before are out of sight now if they have lost the parent by whom they are found, and others may have left the group.
-        let now = members();
-        let is_seen_now = |member: &&Relative| now.iter().any(|seen| seen.pid == member.pid);
-        let lost_sight_of = before.iter().filter(|member| !is_seen_now(member));
+        let now = members().unwrap_or_default();
+        let before = before.unwrap_or_else(|| now.clone());
+        let is_among = |all: &[Relative], member: &Relative| all.iter().any(|it| it.is(member));
+        let lost_sight_of = before.iter().filter(|member| !is_among(&now, member));
         for member in lost_sight_of.chain(&now) {
             let is_meant = to_all || member.shares_group || member.group == Some(self.pid);
             let was_sent_it = has_id && member.pid == self.pid || is_apart && member.group == Some(self.pid);
-            if is_meant && !was_sent_it {
+            // Whether a new one is to be told, its parent says.
+            let is_to_wait = signal == Signal::TERM && !is_among(&before, member);
+            if is_meant && !was_sent_it && !is_to_wait {
                 member.signal(signal);
             }
         }
-        now
+        before
     }
 
     /// Returns whether the command's id is its own, as that of its group is then: it has not been reaped. Later they may be a stranger's.

@@ -8,9 +8,10 @@ use std::{fs, io, process};
 use rustix::process::{Pid, Signal};
 
 /// A process that descends from this one, and has not ended.
-#[derive(Debug)]
+#[derive(Clone, Copy, Debug)]
 pub(crate) struct Relative {
     pub(crate) pid: Pid,
+    pub(crate) parent: Option<Pid>,
     /// `None` if it began outside of this process's namespace, as does the session.
     pub(crate) group: Option<Pid>,
     pub(crate) session: Option<Pid>,
@@ -93,6 +94,7 @@ pub(crate) fn relatives(but: &[Relative]) -> io::Result<Option<Vec<Relative>>> {
             .filter(|process| family.contains(&process.pid) && !process.has_ended)
             .map(|process| Relative {
                 pid: process.pid,
+                parent: process.parent,
                 group: process.group,
                 session: process.session,
                 shares_group: process.group == own.group,
@@ -109,6 +111,15 @@ pub(crate) fn relatives(but: &[Relative]) -> io::Result<Option<Vec<Relative>>> {
 }
 
 impl Relative {
+    /// Returns whether the other is the same process, and not one that has its id by now.
+    pub(crate) fn is(&self, other: &Self) -> bool {
+        #[cfg(target_os = "linux")]
+        let began_together = self.began == other.began;
+        #[cfg(not(target_os = "linux"))]
+        let began_together = true;
+        self.pid == other.pid && began_together
+    }
+
     /// Nothing happens if it has ended meanwhile, also if another process has its id by now.
     pub(crate) fn signal(&self, signal: Signal) {
         #[cfg(target_os = "linux")]

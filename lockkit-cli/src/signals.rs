@@ -2,7 +2,7 @@
 
 use std::{future::poll_fn, io, sync::OnceLock, task::Poll, time::Duration};
 
-use rustix::process::{Signal, kill_process};
+use rustix::process::{Pid, Signal, kill_process};
 use tokio::{
     signal::unix::{self, SignalKind},
     time::sleep,
@@ -155,7 +155,14 @@ fn is_in(mask: u64, signal: Signal) -> bool {
 
 /// Returns whether this thread has blocked a signal.
 pub(crate) fn is_blocked(signal: Signal) -> bool {
-    is_in(mask("SigBlk:"), signal)
+    is_in(mask(SELF, "SigBlk:"), signal)
+}
+
+/// Returns whether a process is known to go on when that signal comes: it handles it, ignores it or has blocked it.
+pub(crate) fn outlives(process: Pid, signal: Signal) -> bool {
+    let process = process.as_raw_nonzero().to_string();
+    let masks = ["SigCgt:", "SigIgn:", "SigBlk:"];
+    masks.iter().any(|name| is_in(mask(&process, name), signal))
 }
 
 /// Notes which signals are ignored, before anything else takes descriptors: to ask takes one, and there may be few.
@@ -167,12 +174,15 @@ pub(crate) fn note_ignored() {
 fn ignored_at_start() -> u64 {
     static IGNORED: OnceLock<u64> = OnceLock::new();
 
-    *IGNORED.get_or_init(|| mask("SigIgn:"))
+    *IGNORED.get_or_init(|| mask(SELF, "SigIgn:"))
 }
 
+/// This thread, as the system calls it.
+const SELF: &str = "thread-self";
+
 /// One bit per signal, from the lowest. Where the system does not tell, none.
-fn mask(name: &str) -> u64 {
-    let status = std::fs::read_to_string("/proc/thread-self/status").unwrap_or_default();
+fn mask(process: &str, name: &str) -> u64 {
+    let status = std::fs::read_to_string(format!("/proc/{process}/status")).unwrap_or_default();
     status
         .lines()
         .find_map(|line| line.strip_prefix(name))

@@ -158,6 +158,44 @@ fn a_suspended_job_goes_on_to_end_and_for_nothing_else() {
     crate::tool::gone(job);
 }
 
+/// Each of five begins 40 others within a fifth of a second. What is begun between a look at them and the TERM to whoever begins it would go
+/// on for two seconds.
+#[test]
+fn what_is_begun_while_all_is_told_to_end_is_told_too() {
+    let relay = "setpgrp 0, 0; $SIG{CHLD} = 'IGNORE'; open $log, '>>', 'log'; for (1 .. 5) { next if fork; \
+                 for (1 .. 40) { if (!fork) { for (1 .. 40) { syswrite $log, '.'; select undef, undef, undef, 0.05 } exit } \
+                 select undef, undef, undef, 0.005 } sleep 60; exit } sleep 60";
+    for _ in 0..3 {
+        let site = Site::new();
+        fs::write(site.path("relay"), relay).unwrap();
+        let holder = site.running(&[], "perl relay >/dev/null 2>&1 & echo up; exec sleep 60");
+        let written = || fs::metadata(site.path("log")).map_or(0, |log| log.len());
+        crate::tool::eventually("they begin others", || (written() > 20).then_some(()));
+        holder.signal(Signal::TERM);
+        assert_eq!(holder.end().0.code(), Some(143));
+        // What was under way has been written then.
+        std::thread::sleep(Duration::from_millis(50));
+        let before = written();
+        // That nothing happens is the condition.
+        std::thread::sleep(Duration::from_millis(150));
+        assert_eq!(written(), before, "something goes on");
+    }
+}
+
+/// In lockkit's group, as in the foreground of a terminal, each process is sent TERM by itself.
+#[test]
+fn what_is_begun_upon_term_is_left_to_do_its_work() {
+    let site = Site::new();
+    for _ in 0..5 {
+        let script =
+            "trap 'sh -c \"sleep 0.2; echo done\"; exit 5' TERM; sleep 60 >/dev/null & echo up; wait";
+        let mut holder = site.running(&["--foreground"], script);
+        holder.signal(Signal::TERM);
+        assert_eq!(holder.line(), "done");
+        assert_eq!(holder.end().0.code(), Some(5));
+    }
+}
+
 /// Five of them begin another one every 30 ms, each of which works for a third of a second. A stop that looks once leaves out what they begin
 /// in the milliseconds that the look takes: every second stop or so, and there are ten.
 #[test]
