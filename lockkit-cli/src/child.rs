@@ -17,7 +17,7 @@ use rustix::{
 };
 use tokio::{
     signal::unix::{self, SignalKind},
-    time::{Instant, sleep, timeout},
+    time::{Instant, sleep, sleep_until, timeout},
 };
 
 use crate::{
@@ -133,13 +133,16 @@ impl Child {
 
     /// Resolves when the command itself has exited. Its id stays its own until it is reaped. Cancel safe.
     pub(crate) async fn exited(&mut self) -> io::Result<()> {
-        self.changed(false).await.map(drop)
+        self.changed(None).await.map(drop)
     }
 
-    /// Resolves when the command itself has exited, or is stopped if `stops` count. Cancel safe.
-    pub(crate) async fn changed(&mut self, stops: bool) -> io::Result<Change> {
+    /// Resolves when the command itself has exited, or is stopped, if stops count: then not before `stops_from`. Cancel safe.
+    pub(crate) async fn changed(&mut self, stops_from: Option<Instant>) -> io::Result<Change> {
         let mut which = WaitIdOptions::EXITED | WaitIdOptions::NOHANG | WaitIdOptions::NOWAIT;
-        which.set(WaitIdOptions::STOPPED, stops);
+        which.set(WaitIdOptions::STOPPED, stops_from.is_some());
+        if let Some(from) = stops_from {
+            sleep_until(from).await;
+        }
         loop {
             if let Some(status) = waitid(WaitId::Pid(self.pid), which)? {
                 return Ok(if status.stopped() {
@@ -221,16 +224,18 @@ impl Child {
         }
     }
 
-    /// Stops the command and all that it has started, also what is begun meanwhile.
-    pub(crate) fn stop(&self) {
+    /// Stops the command and all that it has started, also what is begun meanwhile. Returns whether there was nobody new in the end.
+    pub(crate) fn stop(&self) -> bool {
         let mut known = self.send(Signal::STOP, true);
         for _ in 0..LOOKS_AT_NEW {
-            let new = self.begun_since(&mut known).unwrap_or_default();
-            if new.is_empty() {
-                return;
+            match self.begun_since(&mut known) {
+                Ok(new) if new.is_empty() => return true,
+                Ok(new) => new.iter().for_each(|it| it.signal(Signal::STOP)),
+                // It is not known who there is.
+                Err(_) => {}
             }
-            new.iter().for_each(|it| it.signal(Signal::STOP));
         }
+        false
     }
 
     /// Returns those of the command that are not `known` yet. They are from then on.

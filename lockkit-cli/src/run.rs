@@ -57,7 +57,7 @@ const GRACE: Duration = Duration::from_secs(1);
 /// The time that a command gets to stop when it was told to, if it does something before.
 const STOPS_WITHIN: Duration = Duration::from_secs(5);
 
-/// The time between two looks at the end of a hold that was asked for.
+/// The time between two looks: at the end of a hold that was asked for, and at what is to be stopped.
 const LOOK: Duration = Duration::from_millis(50);
 
 /// Answers with the exit status.
@@ -442,8 +442,8 @@ struct Supervised {
     name: LockName,
     /// The end of a lease that goes unrenewed, once TERM was sent for it.
     told: Option<Instant>,
-    /// The command was told to stop, and until then this process follows if it does.
-    follows: Option<Instant>,
+    /// The command was told to stop, and from the first time until the second this process follows if it does.
+    follows: Option<(Instant, Instant)>,
     /// The time for which the lock may be held, and its end.
     held_too_long: Option<(Duration, Instant)>,
 }
@@ -478,7 +478,7 @@ impl Supervised {
         let mut lost = guard.lost();
         let mut exited = false;
         loop {
-            let stops = self.follows.is_some();
+            let stops_from = self.follows.map(|(from, _)| from);
             tokio::select! {
                 biased;
                 reason = &mut lost => {
@@ -492,7 +492,7 @@ impl Supervised {
                         self.child.others_gone().await;
                         return Ok(Change::Exited);
                     }
-                    self.child.changed(stops).await
+                    self.child.changed(stops_from).await
                 } => {
                     if ended.map_err(|error| cannot_wait(&error))? == Change::Stopped {
                         self.stop(signals).await;
@@ -531,16 +531,25 @@ impl Supervised {
             self.follows = None;
         }
         if STOPPING.contains(&signal) && !signals.is_taken_back().await {
-            self.follows = Some(Instant::now() + STOPS_WITHIN);
+            let now = Instant::now();
+            self.follows = Some((now, now + STOPS_WITHIN));
         }
     }
 
     /// Stops this process, once the command is stopped: whoever watches over the lock does not stand still while the command goes on.
     /// Stops what the command has started, too, also if that ignores the signal that stopped the command.
     async fn stop(&mut self, signals: &mut Signals) {
-        if self.follows.take().is_some_and(|until| Instant::now() < until) {
-            self.child.stop();
-            signals.stop_now().await;
+        let Some((_, until)) = self.follows.take().filter(|(_, until)| Instant::now() < *until) else {
+            return;
+        };
+        if self.child.stop() {
+            return signals.stop_now().await;
+        }
+        let again = Instant::now() + LOOK;
+        if again < until {
+            self.follows = Some((again, until));
+        } else {
+            say("some of what the command has started does not stop, so lockkit goes on, too");
         }
     }
 
@@ -572,9 +581,9 @@ impl Supervised {
         self.child.signal(Signal::TERM);
         let mut over = pin!(due_when_asked(guard));
         loop {
-            let stops = self.follows.is_some();
+            let stops_from = self.follows.map(|(from, _)| from);
             let changed = async {
-                let change = self.child.changed(stops).await?;
+                let change = self.child.changed(stops_from).await?;
                 if change == Change::Exited {
                     self.child.others_gone().await;
                 }
