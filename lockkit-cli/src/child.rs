@@ -250,11 +250,17 @@ impl Child {
     fn send(&self, signal: Signal, to_all: bool) -> Vec<Relative> {
         // What can fail is signalling a process of another user (a set-user-ID command), which is not ours to end.
         let has_id = self.has_id();
-        let is_apart = self.place == Place::Apart && has_id;
         let members = || self.members().ok().flatten();
         // A look at all processes of a big host takes its time, which a lease that is nearly over does not have. What is killed is looked
         // for again and again, until it is gone.
         let before = if signal == Signal::KILL { None } else { members() };
+        // Another lockkit within continues its own command, if it still holds its lock.
+        let spared = match &before {
+            Some(before) if signal == Signal::CONT => family::below_another_run(before),
+            _ => Vec::new(),
+        };
+        // Some of whom may be of the group.
+        let is_apart = self.place == Place::Apart && has_id && spared.is_empty();
         if is_apart {
             let _ = kill_process_group(self.pid, signal);
         }
@@ -273,7 +279,7 @@ impl Child {
             let was_sent_it = has_id && member.pid == self.pid || is_apart && member.group == Some(self.pid);
             // Whether a new one is to be told, its parent says.
             let is_to_wait = signal == Signal::TERM && !is_among(&before, member);
-            if is_meant && !was_sent_it && !is_to_wait {
+            if is_meant && !was_sent_it && !is_to_wait && !spared.contains(&member.pid) {
                 member.signal(signal);
             }
         }

@@ -7,6 +7,8 @@ use std::{fs, io, process};
 
 use rustix::process::{Pid, Signal};
 
+use crate::signals::handles;
+
 /// A process that descends from this one, and has not ended.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Relative {
@@ -108,6 +110,37 @@ pub(crate) fn relatives(but: &[Relative]) -> io::Result<Option<Vec<Relative>>> {
         let _ = but;
         Ok(None)
     }
+}
+
+/// Returns those that began below another `lockkit run` among them.
+pub(crate) fn below_another_run(relatives: &[Relative]) -> Vec<Pid> {
+    let own = program("self");
+    // It passes CONT on. Another process of the same program, such as one that is about to become a command, does not.
+    let is_run = |pid: &Pid| {
+        let name = program(&pid.as_raw_nonzero().to_string());
+        name.is_some() && name == own && handles(*pid, Signal::CONT)
+    };
+    let runs: Vec<Pid> = relatives.iter().map(|it| it.pid).filter(is_run).collect();
+    let mut below: Vec<Pid> = Vec::new();
+    loop {
+        let known = below.len();
+        for it in relatives {
+            let is_below = |parent: Pid| runs.contains(&parent) || below.contains(&parent);
+            if !below.contains(&it.pid) && it.parent.is_some_and(is_below) {
+                below.push(it.pid);
+            }
+        }
+        if below.len() == known {
+            return below;
+        }
+    }
+}
+
+/// The name of a process's program, also if its file has been replaced since.
+fn program(process: &str) -> Option<String> {
+    let path = fs::read_link(format!("/proc/{process}/exe")).ok()?;
+    let name = path.file_name()?.to_string_lossy();
+    Some(name.trim_end_matches(" (deleted)").to_owned())
 }
 
 impl Relative {

@@ -158,6 +158,11 @@ pub(crate) fn is_blocked(signal: Signal) -> bool {
     is_in(mask(SELF, "SigBlk:"), signal)
 }
 
+/// Returns whether a process is known to have a handler for the signal.
+pub(crate) fn handles(process: Pid, signal: Signal) -> bool {
+    is_in(mask(&process.as_raw_nonzero().to_string(), "SigCgt:"), signal)
+}
+
 /// Returns whether a process is known to go on when that signal comes: it handles it, ignores it or has blocked it.
 pub(crate) fn outlives(process: Pid, signal: Signal) -> bool {
     let process = process.as_raw_nonzero().to_string();

@@ -158,6 +158,67 @@ fn a_suspended_job_goes_on_to_end_and_for_nothing_else() {
     crate::tool::gone(job);
 }
 
+/// Whoever is within has this program's name, and passes nothing on.
+#[test]
+fn what_is_below_another_lockkit_is_not_continued_from_above() {
+    let site = Site::new();
+    let within = r#"$| = 1; my $below = fork() // die; if (!$below) { setpgrp(0, 0); sleep 60 while 1 }
+        $SIG{CONT} = sub { print "CONT\n" }; print "up\n$below\n"; sleep 60 while 1"#;
+    let script = format!("cp \"$(command -v perl)\" lockkit && exec ./lockkit -e '{within}'");
+    let mut holder = site.running(&[], &script);
+    let below = holder.line().parse().unwrap();
+    holder.signal(Signal::TSTP);
+    crate::tool::eventually("all are stopped", || {
+        let states = [below, holder.pid()].map(crate::tool::state);
+        states.iter().all(|state| *state == Some('T')).then_some(())
+    });
+    // Of the first one, all has been sent when the second is passed on.
+    for _ in 0..2 {
+        holder.signal(Signal::CONT);
+        assert_eq!(holder.line(), "CONT");
+    }
+    let state = crate::tool::state(below);
+    crate::tool::signal_to(below, Signal::KILL);
+    assert_eq!(state, Some('T'));
+    holder.signal(Signal::TERM);
+    assert_eq!(holder.end().0.code(), Some(143));
+}
+
+#[test]
+fn a_lockkit_within_continues_its_command_while_it_has_the_lock() {
+    for (url, goes_on) in [("", true), ("--url memory: --ttl 3s", false)] {
+        let site = Site::new();
+        // Not a shell: it waits for its next command to begin, and does not stop while that is stopped before.
+        let works = r#"$| = 1; open $log, ">>", "log"; print "up\n$$\n";
+            while (1) { syswrite $log, "."; select undef, undef, undef, 0.01 }"#;
+        let inner = env!("CARGO_BIN_EXE_lockkit");
+        let script = format!("exec {inner} run {url} inner -- perl -e '{works}'");
+        let mut holder = site.running(&[], &script);
+        let command = holder.line().parse().unwrap();
+        let written = || fs::metadata(site.path("log")).map_or(0, |log| log.len());
+        crate::tool::eventually("it works", || (written() > 0).then_some(()));
+        holder.signal(Signal::TSTP);
+        crate::tool::eventually("all are stopped", || {
+            let states = [command, holder.pid()].map(crate::tool::state);
+            states.iter().all(|state| *state == Some('T')).then_some(())
+        });
+        if !goes_on {
+            // The passing of the lease is the condition.
+            std::thread::sleep(Duration::from_secs(4));
+        }
+        let before = written();
+        holder.signal(Signal::CONT);
+        if goes_on {
+            crate::tool::eventually("it goes on", || (written() > before).then_some(()));
+            holder.signal(Signal::TERM);
+            assert_eq!(holder.end().0.code(), Some(143));
+        } else {
+            assert_eq!(holder.end().0.code(), Some(123));
+            assert_eq!(written(), before, "it went on without the lock");
+        }
+    }
+}
+
 /// Each of five begins 40 others within a fifth of a second. What is begun between a look at them and the TERM to whoever begins it would go
 /// on for two seconds.
 #[test]
