@@ -132,9 +132,8 @@ pub(crate) fn can_ignore_children() -> bool {
 
 /// Returns only if it fails: with the status to exit with, if the parent was [told](NotRun) why.
 pub(crate) fn become_command(args: &Exec) -> Result<u8, Failure> {
-    let is_heard = is_child_of(args.parent);
     let mut tell = None;
-    if args.begins && is_heard {
+    if args.begins {
         // Without that, the parent would take a job that runs for one that has not.
         let opened = open_of_parent(args);
         tell = Some(
@@ -144,7 +143,7 @@ pub(crate) fn become_command(args: &Exec) -> Result<u8, Failure> {
     }
     let failure = try_to_become_command(args, tell.as_mut());
     let why = failure.message().as_bytes();
-    let tell = tell.or_else(|| is_heard.then(|| open_of_parent(args).ok())?);
+    let tell = tell.or_else(|| open_of_parent(args).ok());
     match tell.map(|mut tell| tell.write_all(&why[..why.len().min(ROOM - 1)])) {
         Some(Ok(())) => Ok(failure.status()),
         _ => Err(failure),
@@ -153,6 +152,9 @@ pub(crate) fn become_command(args: &Exec) -> Result<u8, Failure> {
 
 /// Opens the end of the pipe that the parent is told through.
 fn open_of_parent(args: &Exec) -> io::Result<File> {
+    if !is_child_of(args.parent) {
+        return Err(io::Error::other("lockkit has gone"));
+    }
     let tell = format!("/proc/{}/fd/{}", args.parent, args.tell);
     OpenOptions::new().write(true).open(tell)
 }
