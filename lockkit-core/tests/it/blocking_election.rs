@@ -29,9 +29,10 @@ const MINUTE: Duration = Duration::from_secs(60);
 /// The lock of the election that all of this is about.
 const LOCK: &str = "lockkit#election:jobs";
 
-/// An election by a client of its own.
+/// An election by a client of its own. Its leaders have a lease that is longer than any wait here: nobody follows one because that is over.
 fn election(backend: impl Backend) -> Election {
-    LockClient::new(backend).unwrap().election("jobs").unwrap()
+    let election = LockClient::new(backend).unwrap().election("jobs");
+    election.unwrap().with_ttl(10 * MINUTE)
 }
 
 fn shown(leader: Option<&Leader>) -> Option<(&str, FencingToken)> {
