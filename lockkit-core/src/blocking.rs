@@ -1,10 +1,10 @@
 //! The blocking API, for programs without an async runtime: every call blocks its thread until it is done.
 //!
 //! A [`LockClient`] brings its own runtime: one background thread, which renews leases and releases what was dropped.
-//! All locks and guards of one client share it. Once the last client, lock and guard is gone, the runtime finishes the
-//! releases that are under way. One that the server does not confirm is tried again for a [`ttl`](AcquireOptions::ttl), the longest that
-//! the hold has asked for, and an [`op_timeout`](AcquireOptions::op_timeout), and the last try may take another `op_timeout`. Then the
-//! runtime closes the connections, for which a server has five seconds, and ends.
+//! All that is made of one client shares it, and keeps it: locks and guards, elections, candidates and observers. Once the last of all
+//! these is gone, the runtime finishes the releases that are under way. One that the server does not confirm is tried again for a
+//! [`ttl`](AcquireOptions::ttl), the longest that the hold has asked for, and an [`op_timeout`](AcquireOptions::op_timeout), and the last
+//! try may take another `op_timeout`. Then the runtime closes the connections, for which a server has five seconds, and ends.
 //!
 //! ```
 //! use lockkit_core::{MemoryBackend, blocking::LockClient};
