@@ -1,6 +1,10 @@
 //! The bound on an answer, also in the form that it takes in memory.
 //!
 //! An empty key takes two bytes on the wire and fifty times as much in memory. So what is in an answer is counted before it is decoded.
+//!
+//! Whatever a member sends, a connection keeps little of it: what the windows of HTTP/2 let through ([`CONNECTION_WINDOW`]), for each
+//! request one answer that is gathered and one that is decoded ([`MAX_ANSWER`] each), and a list of headers ([`MAX_HEADERS`]). While a client
+//! connects, that is one connection and one request at a time for each member.
 
 use std::marker::PhantomData;
 
@@ -17,6 +21,11 @@ use tonic_prost::{ProstCodec, ProstEncoder};
 
 /// The most bytes of an answer: a queue of some ten thousand contenders has a tenth of it.
 pub(crate) const MAX_ANSWER: usize = 16 << 20;
+/// The most bytes of the body of one answer that are there before they are asked for, and of all those on a connection.
+pub(crate) const STREAM_WINDOW: u32 = 1 << 20;
+pub(crate) const CONNECTION_WINDOW: u32 = 4 << 20;
+/// The most bytes of the headers of an answer, and of those after it.
+pub(crate) const MAX_HEADERS: u32 = 16 << 10;
 /// The bytes that a part of an answer takes beside its own, as it does in memory.
 const PER_PART: usize = 128;
 
@@ -24,13 +33,33 @@ const PER_PART: usize = 128;
 const WITHIN: [u32; 2] = [3, 1];
 
 /// Encodes requests, and decodes answers that keep to the bound.
-pub(crate) struct BoundedCodec<M, A>(PhantomData<(M, A)>);
+pub(crate) struct BoundedCodec<M, A> {
+    most: usize,
+    types: PhantomData<(M, A)>,
+}
 
-pub(crate) struct BoundedDecoder<A>(PhantomData<A>);
+pub(crate) struct BoundedDecoder<A> {
+    /// The number of answers that may come yet.
+    left: usize,
+    answers: PhantomData<A>,
+}
 
-impl<M, A> Default for BoundedCodec<M, A> {
-    fn default() -> Self {
-        Self(PhantomData)
+impl<M, A> BoundedCodec<M, A> {
+    /// There is one answer. Another one is an error: whoever waited for the end of them would take as many as the member sends.
+    pub(crate) fn for_one() -> Self {
+        Self::of(1)
+    }
+
+    /// There are as many answers as are asked for.
+    pub(crate) fn for_many() -> Self {
+        Self::of(usize::MAX)
+    }
+
+    fn of(most: usize) -> Self {
+        Self {
+            most,
+            types: PhantomData,
+        }
     }
 }
 
@@ -49,7 +78,10 @@ where
     }
 
     fn decoder(&mut self) -> Self::Decoder {
-        BoundedDecoder(PhantomData)
+        BoundedDecoder {
+            left: self.most,
+            answers: PhantomData,
+        }
     }
 }
 
@@ -58,6 +90,12 @@ impl<A: Message + Default> Decoder for BoundedDecoder<A> {
     type Error = Status;
 
     fn decode(&mut self, bytes: &mut DecodeBuf<'_>) -> Result<Option<A>, Status> {
+        let Some(left) = self.left.checked_sub(1) else {
+            return Err(Status::internal(
+                "the member has answered one request more than once",
+            ));
+        };
+        self.left = left;
         let parts = parts(bytes.chunk(), &WITHIN);
         let weight = bytes.remaining().saturating_add(parts.saturating_mul(PER_PART));
         if weight > MAX_ANSWER {

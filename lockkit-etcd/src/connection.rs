@@ -36,7 +36,7 @@ use tonic::{
 
 use crate::{
     NAME,
-    bounded::{BoundedCodec, MAX_ANSWER},
+    bounded::{BoundedCodec, CONNECTION_WINDOW, MAX_ANSWER, MAX_HEADERS, STREAM_WINDOW},
     config::Credentials,
     error::{Failure, Result},
     lock,
@@ -114,6 +114,9 @@ impl Connection {
             .map_err(|_| Failure::refused(format!("{host:?} is no host"), true))?;
         let shaken = Builder::new(TokioExecutor::new())
             .timer(TokioTimer::new())
+            .initial_stream_window_size(STREAM_WINDOW)
+            .initial_connection_window_size(CONNECTION_WINDOW)
+            .max_header_list_size(MAX_HEADERS)
             .keep_alive_interval(PING_EVERY)
             .keep_alive_timeout(PING_TIMEOUT)
             .keep_alive_while_idle(true)
@@ -347,7 +350,7 @@ impl Connection {
         A: Message + Default + 'static,
     {
         let mut grpc = self.grpc().await?;
-        let codec = BoundedCodec::<M, A>::default();
+        let codec = BoundedCodec::<M, A>::for_one();
         let request = request(token, message);
         let answer = grpc.unary(request, PathAndQuery::from_static(path), codec);
         let answer = self.until_ended(async { Ok(answer.await?) }).await?;
@@ -361,7 +364,7 @@ impl Connection {
         S: Stream<Item = M> + Send + 'static,
     {
         let mut grpc = self.grpc().await?;
-        let codec = BoundedCodec::<M, A>::default();
+        let codec = BoundedCodec::<M, A>::for_many();
         let mut request = request(self.token(), messages);
         // The stream of a member that has no leader is ended, rather than silent.
         let metadata = request.metadata_mut();
@@ -461,14 +464,58 @@ impl tower_service::Service<http::Request<Body>> for Http {
 
 #[cfg(test)]
 mod tests {
+    use std::convert::Infallible;
+
+    use hyper::{
+        body::{Bytes, Frame},
+        server,
+        service::service_fn,
+    };
     use lockkit_testbed::{
         Mode, Proxy,
         etcd::{self, EtcdServer},
     };
-    use tokio::time::timeout;
+    use tokio::{net::TcpListener, time::timeout};
 
     use super::*;
     use crate::wire::{LeaseGrantRequest, RangeRequest};
+
+    /// An empty answer, again and again.
+    struct Again;
+
+    impl hyper::body::Body for Again {
+        type Data = Bytes;
+        type Error = Infallible;
+
+        fn poll_frame(
+            self: Pin<&mut Self>,
+            _: &mut Context<'_>,
+        ) -> Poll<Option<std::result::Result<Frame<Bytes>, Infallible>>> {
+            Poll::Ready(Some(Ok(Frame::data(Bytes::from_static(&[0; 5])))))
+        }
+    }
+
+    /// Whoever waits for the last one takes what the member sends for as long as it likes.
+    #[tokio::test]
+    async fn a_second_answer_to_one_request_is_an_error() {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let host = listener.local_addr().unwrap().to_string();
+        tokio::spawn(async move {
+            let (client, _) = listener.accept().await.unwrap();
+            let answers = service_fn(async |_: http::Request<Incoming>| {
+                let answer = http::Response::builder()
+                    .header("content-type", "application/grpc")
+                    .body(Again);
+                Ok::<_, Infallible>(answer.expect("an answer"))
+            });
+            let serving = server::conn::http2::Builder::new(TokioExecutor::new());
+            let _ = serving.serve_connection(TokioIo::new(client), answers).await;
+        });
+        let options = Options::default();
+        let opened = timeout(Duration::from_secs(20), Connection::open(&host, &options)).await;
+        let failure = opened.expect("it does not wait for the last one").unwrap_err();
+        assert!(failure.to_string().contains("more than once"), "{failure}");
+    }
 
     /// Else a deletion hangs until the ping gives up, while its session goes on elsewhere and renews the lease of the key.
     #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

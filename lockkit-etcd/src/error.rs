@@ -127,7 +127,7 @@ fn was_not_sent(status: &Status) -> bool {
 /// Returns what is known of a request that may have been carried out.
 fn unknown(status: &Status) -> String {
     match status.message() {
-        text if text.starts_with("etcdserver:") => text.to_owned(),
+        text if text.starts_with("etcdserver:") || text.starts_with("the member ") => text.to_owned(),
         text => {
             let mut text = text.to_owned();
             let mut cause = std::error::Error::source(status);
