@@ -39,6 +39,8 @@ use crate::{
 
 /// The time within which a lease has to be granted.
 const GRANT_TIMEOUT: Duration = Duration::from_secs(3);
+/// The most keys that are read in one transaction. Servers take 128 operations in one unless they are told otherwise (`--max-txn-ops`).
+const MAX_READS: usize = 100;
 
 /// A session. Dropping it ends it, and revokes its lease.
 pub(crate) struct Session(Arc<Core>);
@@ -287,23 +289,27 @@ impl Core {
         Ok(self.members.call(request).await?.kvs)
     }
 
-    /// Returns the entries of these keys as they are at one moment, `None` for one that is not there.
+    /// Returns the entries of these keys, `None` for one that is not there. Each is as it is at a moment from now on, those of up to
+    /// [`MAX_READS`] keys at one moment.
     pub(crate) async fn read(&self, keys: &[&[u8]]) -> Result<Vec<Option<KeyValue>>> {
-        let reads = keys.iter().map(|key| {
-            let read = RangeRequest {
-                key: key.to_vec(),
-                keys_only: true,
-                ..RangeRequest::default()
+        let mut found = Vec::with_capacity(keys.len());
+        for keys in keys.chunks(MAX_READS) {
+            let reads = keys.iter().map(|key| {
+                let read = RangeRequest {
+                    key: key.to_vec(),
+                    keys_only: true,
+                    ..RangeRequest::default()
+                };
+                Request::Range(read).into()
+            });
+            let request = TxnRequest {
+                success: reads.collect(),
+                ..TxnRequest::default()
             };
-            Request::Range(read).into()
-        });
-        let request = TxnRequest {
-            success: reads.collect(),
-            ..TxnRequest::default()
-        };
-        let answers = self.txn(request).await?.responses.into_iter();
-        let found = answers.map(|answer| answer.range.and_then(|range| range.kvs.into_iter().next()));
-        Ok(found.collect())
+            let answers = self.txn(request).await?.responses.into_iter();
+            found.extend(answers.map(|answer| answer.range.and_then(|range| range.kvs.into_iter().next())));
+        }
+        Ok(found)
     }
 
     /// Deletes the key of an entry, which the transaction of this revision has made. Returns `false` if it is not there.

@@ -8,8 +8,8 @@ use std::{
     time::{Duration, Instant},
 };
 
-use lockkit_core::{AcquireOptions, Error};
-use lockkit_testbed::{Mode, Proxy, etcd::EtcdServer};
+use lockkit_core::{AcquireOptions, Error, LockClient};
+use lockkit_testbed::{Mode, Proxy, etcd::EtcdServer, eventually};
 
 use crate::server::{
     block, connect, contend, keys, lock, no_etcd, queue, shared, soon, takes_its_turn, unique, waiter,
@@ -328,6 +328,41 @@ async fn a_reader_waits_behind_a_queued_writer() {
     assert!(!late.is_finished());
     writer.release().await.unwrap();
     takes_its_turn("the reader's turn", late).await;
+}
+
+/// It watches more keys than a transaction of the servers may read.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_waiter_for_one_of_200_permits_is_granted() {
+    if no_etcd() {
+        return;
+    }
+    let name = unique("permits");
+    let (ours, theirs) = (connect(&shared().url()).await, connect(&shared().url()).await);
+    let options = AcquireOptions::new()
+        .ttl(Duration::from_secs(60))
+        .wait(Duration::from_secs(60));
+    let permit = |client: &LockClient| {
+        let permit = client.semaphore(&name, 200).unwrap();
+        permit.with_options(options.clone())
+    };
+    let mut held = Vec::new();
+    for _ in 0..200 {
+        held.push(permit(&ours).acquire().await.unwrap());
+    }
+    assert!(permit(&theirs).try_acquire().await.unwrap().is_none());
+    let waiting = waiter(&permit(&theirs));
+    let all = format!("lockkit/%semaphores/{name}/");
+    eventually("it waits", async || shared().keys(&all).unwrap().len() == 201).await;
+    tokio::time::sleep(MOMENT).await;
+    assert!(
+        !waiting.is_finished(),
+        "there are 201 permits, or none is waited for"
+    );
+    held.remove(77).release().await.unwrap();
+    takes_its_turn("a permit is free", waiting).await;
+    for guard in held {
+        guard.release().await.unwrap();
+    }
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
