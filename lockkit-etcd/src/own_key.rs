@@ -457,11 +457,29 @@ impl OwnKey {
         let found = self.session.range(request).await?.into_iter().next();
         let seen = match found.filter(|kv| Some(kv.create_revision) == self.revision()) {
             None => Seen::Gone,
-            Some(kv) if is_asked_back(&kv) => Seen::Asked,
-            Some(_) => Seen::There,
+            Some(kv) => {
+                let is_asked = is_asked_back(&kv);
+                // If it was not, the watch tells of the change.
+                self.keep_on_lease(kv).await?;
+                if is_asked { Seen::Asked } else { Seen::There }
+            }
         };
         self.seen = Some(seen);
         Ok(seen)
+    }
+
+    /// Puts the key, which was read, on its lease again, if somebody has written to it without: it would stay when its client is gone, and bar
+    /// the name for ever. Returns `true` if it was on it.
+    pub(crate) async fn keep_on_lease(&self, kv: KeyValue) -> Result<bool> {
+        let mut sessions = self.changing.iter().chain([&self.session]);
+        if sessions.any(|session| session.lease == kv.lease) {
+            return Ok(true);
+        }
+        let key = self.key.escape_ascii();
+        tracing::warn!(%key, "somebody has written to a key and taken it off its lease; putting it back");
+        // One that was written to meanwhile is read again, since its watch tells of that.
+        self.session.txn(lease_change(kv, self.session.lease)).await?;
+        Ok(false)
     }
 
     /// The key has a lease for this ttl, and no other was asked for.

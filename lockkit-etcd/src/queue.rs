@@ -241,7 +241,7 @@ impl EtcdClaim {
         // What went before the watches began is not told.
         let mut keys = watch;
         keys.push(&own.key);
-        let found = session.read(&keys).await?;
+        let mut found = session.read(&keys).await?;
         keys.pop();
         let expected = revisions.into_iter().map(Some).chain([own.revision()]);
         let are_there = found
@@ -249,6 +249,11 @@ impl EtcdClaim {
             .map(|kv| kv.as_ref().map(|kv| kv.create_revision))
             .eq(expected);
         if !are_there {
+            return Ok(false);
+        }
+        if let Some(kv) = found.pop().flatten()
+            && !own.keep_on_lease(kv).await?
+        {
             return Ok(false);
         }
         let keys = keys.into_iter().map(<[u8]>::to_vec).collect();

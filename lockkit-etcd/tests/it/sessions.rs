@@ -247,6 +247,34 @@ async fn a_waiters_key_deleted_from_outside_queues_anew() {
     takes_its_turn("granted", waiting).await;
 }
 
+/// It would stay when its client is gone, and bar the name for ever.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_key_that_is_put_without_its_lease_gets_it_back() {
+    if no_etcd() {
+        return;
+    }
+    let (ours, theirs) = (connect(&shared().url()).await, connect(&shared().url()).await);
+    let name = unique("orphan");
+    let guard = lock(&ours, &name).acquire().await.unwrap();
+    let waiting = waiter(&lock(&theirs, &name));
+    contend(shared(), &name, 2).await;
+    let on_leases = || {
+        let json = shared().ctl(&["get", "--prefix", &queue(&name), "-w=json"]);
+        json.unwrap().matches("\"lease\":").count()
+    };
+    assert_eq!(block(on_leases), 2);
+    for _ in 0..3 {
+        for key in block(|| keys(shared(), &name)) {
+            block(|| shared().ctl(&["put", &key, "mine"])).unwrap();
+        }
+        eventually("each is on its lease", async || on_leases() == 2).await;
+        assert!(guard.is_held() && !waiting.is_finished());
+    }
+    guard.release().await.unwrap();
+    takes_its_turn("the next", waiting).await;
+    contend(shared(), &name, 0).await;
+}
+
 /// A waiter must not be granted if its own key went together with the last of those before it.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_waiter_without_its_key_is_not_granted_its_turn() {
