@@ -275,17 +275,16 @@ impl Shared {
         let left = try_join_all(left).await?;
         let left: HashMap<_, _> = leases.iter().zip(left).collect();
         let states = held.into_iter().map(|(held, waiting)| {
-            let holders = held.into_iter().filter_map(|kv| {
+            let holders = held.into_iter().map(|kv| {
                 let left = left.get(&kv.lease).copied().flatten();
-                Some(Holder::new(
-                    token(&bases, kv)?,
-                    label(kv),
-                    left.map(Duration::from_secs),
-                ))
+                // Without it the lock is held all the same, and is not shown as free.
+                let token = FencingToken::new(fence::token(&bases, kv.create_revision)?);
+                Ok(Holder::new(token, label(kv), left.map(Duration::from_secs)))
             });
-            LockState::new(holders.collect(), Some(waiting))
+            let holders = holders.collect::<error::Result<Vec<_>>>()?;
+            Ok(LockState::new(holders, Some(waiting)))
         });
-        Ok(states.collect())
+        states.collect()
     }
 
     /// Returns the session for this ttl, or a new one if it has ended.

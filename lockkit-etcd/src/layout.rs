@@ -62,10 +62,10 @@ impl Layout {
 
     /// Returns the name that a key of this kind is for, and the prefix of that name's keys; `None` if it is something else's.
     pub(crate) fn name(&self, key: &[u8], kind: LockKind) -> Option<(LockName, String)> {
-        let rest = std::str::from_utf8(key).ok()?;
-        let rest = rest.strip_prefix(&self.locks(kind))?;
-        let (found, _) = rest.split_once('/')?;
-        let name = name_in(found)?;
+        let rest = key.strip_prefix(self.locks(kind).as_bytes())?;
+        // What is behind that may be a foreign client's, and any bytes.
+        let end = rest.iter().position(|byte| *byte == b'/')?;
+        let name = name_in(std::str::from_utf8(&rest[..end]).ok()?)?;
         let queue = self.queue(&name, kind);
         key.starts_with(queue.as_bytes()).then_some((name, queue))
     }
@@ -241,8 +241,10 @@ mod tests {
         ] {
             assert_eq!(layout.name(other.as_bytes(), LockKind::Lock), None, "{other}");
         }
-        let found = layout.name(b"ns/a%2Fb/1.2.3", LockKind::Lock);
-        assert_eq!(found, Some((name("a/b"), "ns/a%2Fb/".to_owned())));
+        for lock in [&b"ns/a%2Fb/1.2.3"[..], b"ns/a%2Fb/", b"ns/a%2Fb/\xff/"] {
+            let found = layout.name(lock, LockKind::Lock);
+            assert_eq!(found, Some((name("a/b"), "ns/a%2Fb/".to_owned())), "{lock:?}");
+        }
     }
 
     proptest! {

@@ -7,21 +7,25 @@ use lockkit_core::{ListedLock, LockKind, LockName, Result, spi::Lister};
 
 use crate::{
     backend::Shared,
-    error,
+    error::{self, Failure},
     layout::{after, prefix},
-    wire::{KeyValue, RangeRequest},
+    wire::{Header, KeyValue, RangeRequest},
 };
 
 /// The number of keys that are read at once.
 const PAGE: i64 = 256;
 
-/// A listing. It knows where to go on, and nothing else.
+/// A listing. It knows where to go on, and little else.
+///
+/// Each page is read at the revision of its moment, so that no compaction is in the way, and each lock at one revision.
 pub(crate) struct EtcdLister {
     shared: Arc<Shared>,
     prefix: String,
     kinds: Vec<LockKind>,
     /// The kind that is listed, and the key to go on from.
     at: Option<(LockKind, Vec<u8>)>,
+    /// The cluster and the revision of the page before.
+    before: Option<(u64, i64)>,
 }
 
 impl EtcdLister {
@@ -31,6 +35,7 @@ impl EtcdLister {
             prefix: prefix.to_owned(),
             kinds: vec![LockKind::Semaphore, LockKind::Lock],
             at: None,
+            before: None,
         }
     }
 
@@ -50,7 +55,12 @@ impl EtcdLister {
             ..RangeRequest::default()
         };
         let answer = self.shared.members.call(request).await?;
+        self.goes_on(answer.header)?;
         let mut queues = self.by_name(answer.kvs, kind);
+        if answer.more && queues.is_empty() {
+            let reason = "the servers say that there is more, and do not show it";
+            return Err(Failure::Unknown(reason.to_owned()));
+        }
         if answer.more
             && let Some((_, queue, seen)) = queues.last_mut()
         {
@@ -79,6 +89,17 @@ impl EtcdLister {
         let held = listed.filter(|(_, state)| !state.is_free());
         let held = held.map(|(name, state)| ListedLock::new(name, kind, state));
         Ok(Some(held.collect()))
+    }
+
+    /// Checks that a page is of the cluster that the one before was of, and not of an earlier time.
+    fn goes_on(&mut self, header: Option<Header>) -> error::Result<()> {
+        let its = header.map_or((0, 0), |header| (header.cluster_id, header.revision));
+        let (cluster, revision) = self.before.replace(its).unwrap_or(its);
+        if its.0 == cluster && its.1 >= revision {
+            return Ok(());
+        }
+        let reason = "servers with other data have taken the place of those that were being listed";
+        Err(Failure::Unknown(reason.to_owned()))
     }
 
     /// Returns the keys by the name that they are for, with its prefix. What is no lock's has no name, and an empty prefix.

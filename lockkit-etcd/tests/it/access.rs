@@ -62,6 +62,24 @@ async fn who_may_not_is_told_why_at_once() {
     contend(&server, "a", 0).await;
 }
 
+/// Also where it may read a part of it: what it may not read would pass for free.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_list_of_what_may_not_be_read_is_an_error() {
+    if no_etcd() {
+        return;
+    }
+    let server = block(|| EtcdServer::builder().authorise("lockkit/mine").start()).unwrap();
+    for key in ["lockkit/mine/x", "lockkit/theirs/x"] {
+        block(|| server.ctl(&["put", key, "x"])).unwrap();
+    }
+    let client = patiently(config(&server.url())).await;
+    for prefix in ["", "theirs", "mine"] {
+        let listed = client.list(prefix).unwrap().next().await;
+        check(&listed.expect("no end").unwrap_err(), &["has no right"]);
+    }
+    check(&client.inspect("theirs").await.unwrap_err(), &["has no right"]);
+}
+
 /// A user whose password is set anew has none of the tokens that it had.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_token_that_ends_is_replaced() {

@@ -8,7 +8,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use lockkit_core::{AcquireOptions, Error, LockClient};
+use lockkit_core::{AcquireOptions, Error, LockClient, spi::chain};
 use lockkit_testbed::{Mode, Proxy, etcd::EtcdServer, eventually};
 
 use crate::server::{
@@ -328,6 +328,76 @@ async fn a_reader_waits_behind_a_queued_writer() {
     assert!(!late.is_finished());
     writer.release().await.unwrap();
     takes_its_turn("the reader's turn", late).await;
+}
+
+/// What other programs write behind the name need be no text, and keeps others out all the same.
+#[cfg(unix)]
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_list_shows_what_any_key_holds() {
+    use std::{ffi::OsStr, os::unix::ffi::OsStrExt as _};
+
+    if no_etcd() {
+        return;
+    }
+    let (name, client) = (unique("bytes"), connect(&shared().url()).await);
+    let key = [queue(&name).as_bytes(), b"\xff"].concat();
+    let ctl = |command: &str, rest: &[&str]| {
+        let mut ctl = shared().ctl_command();
+        ctl.arg(command).arg(OsStr::from_bytes(&key)).args(rest);
+        assert!(block(|| ctl.status()).unwrap().success());
+    };
+    ctl("put", &["x"]);
+    assert!(lock(&client, &name).try_acquire().await.unwrap().is_none());
+    let listed = client.list(&name).unwrap().next().await;
+    let listed = listed.expect("it is held").unwrap();
+    assert_eq!(listed.name.as_str(), name);
+    assert_eq!(listed.state.holders.len(), 1);
+    ctl("del", &[]);
+}
+
+/// Its pages are not of one revision, and what is listed from the second one on is not what the first one was of.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_list_outlives_a_compaction_and_not_an_emptied_server() {
+    // More than a page.
+    const MANY: usize = 300;
+    if no_etcd() {
+        return;
+    }
+    let server = EtcdServer::plain().unwrap();
+    let client = connect(&server.url()).await;
+    let mut guards = Vec::new();
+    for i in 0..MANY {
+        guards.push(lock(&client, &format!("many-{i}")).acquire().await.unwrap());
+    }
+    let mut list = client.list("").unwrap();
+    let mut names = vec![list.next().await.expect("they are held").unwrap().name];
+    block(|| {
+        server.ctl(&["put", "busy", "x"]).unwrap();
+        server.compact().unwrap();
+    });
+    while let Some(listed) = list.next().await {
+        names.push(listed.unwrap().name);
+    }
+    names.sort_unstable();
+    names.dedup();
+    assert_eq!(names.len(), MANY);
+
+    let mut list = client.list("").unwrap();
+    list.next().await.expect("they are held").unwrap();
+    block(|| server.start_empty()).unwrap();
+    eventually("it is connected again", async || {
+        client.inspect("a").await.is_ok()
+    })
+    .await;
+    let error = loop {
+        match list.next().await {
+            Some(Ok(_)) => {}
+            Some(Err(error)) => break error,
+            None => panic!("the half of it passes for all"),
+        }
+    };
+    let text = chain(&error);
+    assert!(text.contains("other data"), "{text}");
 }
 
 /// It watches more keys than a transaction of the servers may read.
