@@ -59,7 +59,14 @@ impl EtcdClaim {
             return Ok(Renewal::Lost(LossReason::Disconnected));
         };
         if !own.has_lease_for(ttl) {
-            let session = self.shared.session(ttl).await?;
+            let session = match self.shared.session(ttl).await {
+                Err(failure @ Failure::ShortLease { .. }) => {
+                    // As if it had been refused at once: the hold goes on with the lease that it has.
+                    self.request.ttl = own.session.ttl();
+                    return Err(failure);
+                }
+                session => session?,
+            };
             own.change_lease(session).await?;
         }
         own.renew(ttl).await
