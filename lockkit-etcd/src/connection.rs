@@ -69,6 +69,8 @@ struct Inner {
     credentials: Option<Credentials>,
     secrets: Secrets,
     token: Mutex<Option<Token>>,
+    /// Whoever logs in has it.
+    login: tokio::sync::Mutex<()>,
     /// The time of the last answer that proves the member to be one of a quorum.
     heard: Mutex<Option<Instant>>,
     ended: watch::Receiver<()>,
@@ -76,7 +78,8 @@ struct Inner {
 }
 
 impl Connection {
-    /// Connects to the member at `host`, and authenticates. Call it within a Tokio runtime: the connection's task lives there.
+    /// Connects to the member at `host`, and asks who it is. [Log in](Self::log_in) before anything else. Call it within a Tokio runtime: the
+    /// connection's task lives there.
     ///
     /// # Cancel safety
     /// Dropping the future closes the connection.
@@ -143,19 +146,12 @@ impl Connection {
             credentials: options.credentials.clone(),
             secrets: options.secrets.clone(),
             token: Mutex::default(),
+            login: tokio::sync::Mutex::default(),
             heard: Mutex::default(),
             ended,
             task: task.abort_handle(),
         }));
-        let introduced = async {
-            match connection.authenticate().await {
-                // It lets nobody in yet, and says to anybody what it is.
-                Err(failure) if failure.is_a_learners() => {}
-                authenticated => authenticated?,
-            }
-            connection.introduce().await
-        };
-        match introduced.await {
+        match connection.introduce().await {
             Ok(()) => Ok(connection),
             // It may have closed it since it cannot read what is not encrypted.
             Err(Failure::Unknown(reason) | Failure::Unreachable(reason)) if scheme == "http" => {
@@ -205,8 +201,15 @@ impl Connection {
         self.0.credentials.is_some()
     }
 
-    /// Gets a token for the user, if there is one.
-    pub(crate) async fn authenticate(&self) -> Result<()> {
+    /// Gets a token for the user, if there is one. Servers take their time for that, on purpose.
+    pub(crate) async fn log_in(&self) -> Result<()> {
+        if self.has_user() {
+            self.renew_token(None).await?;
+        }
+        Ok(())
+    }
+
+    async fn authenticate(&self) -> Result<()> {
         let Some(Credentials { user, password }) = self.0.credentials.clone() else {
             return Ok(());
         };
@@ -289,9 +292,10 @@ impl Connection {
 
     /// Renews a lease. The answer alone proves nothing.
     pub(crate) async fn keep_alive(&self, lease: i64) -> Result<LeaseResponse> {
+        let token = self.token();
         match self.keep_alive_once(lease).await {
             Err(Failure::StaleToken) => {
-                self.renew_token().await?;
+                self.renew_token(token.as_ref()).await?;
                 self.keep_alive_once(lease).await
             }
             answer => answer,
@@ -325,23 +329,30 @@ impl Connection {
         M: Message + Default + Clone + 'static,
         A: Message + Default + 'static,
     {
-        match self.unary_with(self.token(), path, message.clone()).await {
+        let token = self.token();
+        match self.unary_with(token.clone(), path, message.clone()).await {
             // It was refused, so that it may be repeated.
             Err(Failure::StaleToken) => {
-                self.renew_token().await?;
+                self.renew_token(token.as_ref()).await?;
                 self.unary_with(self.token(), path, message.clone()).await
             }
             answer => answer,
         }
     }
 
-    /// Gets another token, since a request was refused without.
-    async fn renew_token(&self) -> Result<()> {
+    /// Gets another token, since a request was refused with this one, or without. Of many that were, one logs in. Returns `false` if another
+    /// one has done so.
+    pub(crate) async fn renew_token(&self, refused: Option<&Token>) -> Result<bool> {
         if !self.has_user() {
             let reason = "the servers ask for a user; name one in the URL, as in etcd://user:password@host";
             return Err(Failure::refused(reason, true));
         }
-        self.authenticate().await
+        let _logging_in = self.0.login.lock().await;
+        if self.token().as_ref() != refused {
+            return Ok(false);
+        }
+        self.authenticate().await?;
+        Ok(true)
     }
 
     async fn unary_with<M, A>(&self, token: Option<Token>, path: &'static str, message: M) -> Result<A>
@@ -396,7 +407,7 @@ impl Connection {
         }
     }
 
-    fn token(&self) -> Option<Token> {
+    pub(crate) fn token(&self) -> Option<Token> {
         lock(&self.0.token).clone()
     }
 }
@@ -464,8 +475,12 @@ impl tower_service::Service<http::Request<Body>> for Http {
 
 #[cfg(test)]
 mod tests {
-    use std::convert::Infallible;
+    use std::{
+        convert::Infallible,
+        sync::atomic::{AtomicUsize, Ordering},
+    };
 
+    use futures_util::future::join_all;
     use hyper::{
         body::{Bytes, Frame},
         server,
@@ -478,7 +493,10 @@ mod tests {
     use tokio::{net::TcpListener, time::timeout};
 
     use super::*;
-    use crate::wire::{LeaseGrantRequest, RangeRequest};
+    use crate::{
+        rogue::{Answer, serve},
+        wire::{AuthenticateResponse, LeaseGrantRequest, RangeRequest},
+    };
 
     /// An empty answer, again and again.
     struct Again;
@@ -515,6 +533,42 @@ mod tests {
         let opened = timeout(Duration::from_secs(20), Connection::open(&host, &options)).await;
         let failure = opened.expect("it does not wait for the last one").unwrap_err();
         assert!(failure.to_string().contains("more than once"), "{failure}");
+    }
+
+    /// A login is made to take a server's time.
+    #[tokio::test]
+    async fn many_whose_token_has_ended_log_in_once() {
+        let logins = Arc::new(AtomicUsize::new(0));
+        let counted = logins.clone();
+        let host = serve(move |request| {
+            let logins = counted.clone();
+            let asks_for = |method: &str| request.uri().path().ends_with(method);
+            let (is_login, is_status) = (asks_for("Authenticate"), asks_for("Status"));
+            // The first token has ended.
+            let is_in = request.headers().get("token").is_some_and(|token| token == "2");
+            async move {
+                if is_login {
+                    tokio::time::sleep(Duration::from_millis(200)).await;
+                    let number = logins.fetch_add(1, Ordering::SeqCst) + 1;
+                    let token = number.to_string();
+                    return Answer::of(&AuthenticateResponse { token });
+                }
+                if is_status || is_in {
+                    return Answer::of(&Nothing {});
+                }
+                Answer::refusal("16", "etcdserver: invalid auth token")
+            }
+        });
+        let options = Options {
+            credentials: Some(Credentials::new("me", "secret")),
+            ..Options::default()
+        };
+        let connection = Connection::open(&host.await, &options).await.unwrap();
+        connection.log_in().await.unwrap();
+        let read = RangeRequest::default();
+        let answers = join_all((0..20).map(|_| connection.call(&read))).await;
+        assert!(answers.iter().all(Result::is_ok), "{answers:?}");
+        assert_eq!(logins.load(Ordering::SeqCst), 2);
     }
 
     /// Else a deletion hangs until the ping gives up, while its session goes on elsewhere and renews the lease of the key.

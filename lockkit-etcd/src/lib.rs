@@ -35,6 +35,8 @@ mod list;
 mod members;
 mod own_key;
 mod queue;
+#[cfg(test)]
+mod rogue;
 mod session;
 #[cfg(feature = "tls")]
 mod tls;

@@ -2,6 +2,7 @@
 
 use std::{sync::Arc, time::Duration};
 
+use futures_util::{StreamExt as _, stream::FuturesUnordered};
 use tokio::{
     sync::watch,
     task::AbortHandle,
@@ -14,8 +15,10 @@ use crate::{
     wire::Call,
 };
 
-/// The time within which a member has to let the client in, if there are others.
+/// The time within which a member has to say who it is, and that in which a login is waited for before the next member is tried beside it.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
+/// The time within which a login has to end. A member that has no quorum ends it after some seconds by itself.
+const LOGIN_TIMEOUT: Duration = Duration::from_secs(30);
 /// The pause after a round in which no member let the client in.
 const PAUSE: Duration = Duration::from_millis(100);
 
@@ -117,9 +120,12 @@ async fn stay_connected(state: watch::Sender<State>, hosts: Vec<String>, options
     // So that the clients do not all begin with the first one.
     let mut next = fastrand::usize(..hosts.len());
     let mut cluster = None;
+    // One at each host at most. Cut off, it would begin anew, and take as long and as much of the server again.
+    let mut logins = FuturesUnordered::new();
+    let mut logs_in = vec![false; hosts.len()];
     loop {
         let before = cluster;
-        let mut failure: Option<Failure> = None;
+        let mut failure = None;
         let mut up = None;
         let mut found = Vec::new();
         let are_most = |found: &[u64], its| {
@@ -127,51 +133,60 @@ async fn stay_connected(state: watch::Sender<State>, hosts: Vec<String>, options
             alike > hosts.len() / 2
         };
         for _ in 0..hosts.len() {
-            let host = &hosts[next];
+            let (at, host) = (next, &hosts[next]);
             next = (next + 1) % hosts.len();
-            let opened = timeout(CONNECT_TIMEOUT, Connection::open(host, &options)).await;
-            let opened = opened.unwrap_or_else(|_| {
-                Err(Failure::Unreachable(format!(
-                    "{host}: no answer within {CONNECT_TIMEOUT:?}"
-                )))
-            });
-            let opened = opened.and_then(|connection| {
-                let its = connection.cluster();
-                found.push(its);
-                if cluster.is_none() && are_most(&found, its) {
-                    cluster = Some(its);
+            if logs_in[at] {
+                // It is of that one.
+                found.extend(cluster);
+            } else {
+                let opened = timeout(CONNECT_TIMEOUT, Connection::open(host, &options)).await;
+                let opened = opened.unwrap_or_else(|_| {
+                    Err(Failure::Unreachable(format!(
+                        "{host}: no answer within {CONNECT_TIMEOUT:?}"
+                    )))
+                });
+                let opened = opened.and_then(|connection| {
+                    let its = connection.cluster();
+                    found.push(its);
+                    if cluster.is_none() && are_most(&found, its) {
+                        cluster = Some(its);
+                    }
+                    if connection.is_learner() {
+                        return Err(Failure::refused(format!("{host}: {LEARNER}"), false));
+                    }
+                    if cluster == Some(its) {
+                        return Ok(connection);
+                    }
+                    Err(of_another(host, its, hosts.len()))
+                });
+                match opened {
+                    Ok(connection) => {
+                        logs_in[at] = true;
+                        logins.push(log_in(at, connection));
+                    }
+                    Err(error) => note(&mut failure, host, error),
                 }
-                if connection.is_learner() {
-                    return Err(Failure::refused(format!("{host}: {LEARNER}"), false));
-                }
-                if cluster == Some(its) {
-                    return Ok(connection);
-                }
-                Err(Failure::refused(
-                    format!(
-                        "{host} is of the cluster {its:x}, and it is not known that most of the {} hosts named are; name the members of \
-                         one cluster, most of which have to be there",
-                        hosts.len()
-                    ),
-                    false,
-                ))
-            });
-            match opened {
-                Ok(connection) => {
+            }
+            match timeout(CONNECT_TIMEOUT, logins.next()).await {
+                Ok(Some((_, Ok(connection)))) => {
                     up = Some(connection);
                     break;
                 }
-                Err(error) => {
-                    tracing::debug!(host, %error, "a member does not let the client in");
-                    failure = Some(match failure.take() {
-                        Some(first) => first.or(error),
-                        None => error,
-                    });
+                Ok(Some((at, Err(error)))) => {
+                    logs_in[at] = false;
+                    note(&mut failure, &hosts[at], error);
                 }
+                // There is none, or it takes its time.
+                Ok(None) | Err(_) => {}
             }
         }
         let most = found.iter().copied().find(|its| are_most(&found, *its));
-        if up.is_none() && most.is_some() && most != before {
+        let is_another = up.is_none() && most.is_some() && most != before;
+        if up.is_some() || is_another && most != cluster {
+            logins.clear();
+            logs_in.fill(false);
+        }
+        if is_another {
             // No host that serves is of the cluster that was known, and most are of this one, which has taken its place. Or it is known only
             // since a learner was asked, and those before that were not taken.
             cluster = most;
@@ -181,9 +196,105 @@ async fn stay_connected(state: watch::Sender<State>, hosts: Vec<String>, options
             state.send_replace(State::Up(connection.clone()));
             connection.ended().await;
             state.send_replace(State::Connecting);
-        } else if let Some(failure) = failure {
-            state.send_replace(State::Down(failure));
+        } else if logins.is_empty() {
+            if let Some(failure) = failure {
+                state.send_replace(State::Down(failure));
+            }
             sleep(PAUSE).await;
+        }
+    }
+}
+
+/// Logs in at the host of this number.
+async fn log_in(at: usize, connection: Connection) -> (usize, Result<Connection>) {
+    let done = timeout(LOGIN_TIMEOUT, connection.log_in()).await;
+    let done = done.unwrap_or_else(|_| {
+        let reason = format!("no answer to a login within {LOGIN_TIMEOUT:?}");
+        Err(Failure::Unreachable(reason))
+    });
+    (at, done.map(|()| connection))
+}
+
+/// Notes why a member does not let the client in.
+fn note(failure: &mut Option<Failure>, host: &str, error: Failure) {
+    tracing::debug!(host, %error, "a member does not let the client in");
+    *failure = Some(match failure.take() {
+        Some(first) => first.or(error),
+        None => error,
+    });
+}
+
+fn of_another(host: &str, cluster: u64, many: usize) -> Failure {
+    let reason = format!(
+        "{host} is of the cluster {cluster:x}, and it is not known that most of the {many} hosts named are; name the members of one cluster, \
+         most of which have to be there"
+    );
+    Failure::refused(reason, false)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{
+        future::pending,
+        sync::atomic::{AtomicUsize, Ordering},
+    };
+
+    use super::*;
+    use crate::{
+        config::Credentials,
+        rogue::{Answer, serve},
+        wire::{AuthenticateResponse, Nothing},
+    };
+
+    /// Starts a server that takes so long for a login, or never ends one. Returns its address, and the number of logins.
+    async fn takes(long: Option<Duration>) -> (String, Arc<AtomicUsize>) {
+        let logins = Arc::new(AtomicUsize::new(0));
+        let counted = logins.clone();
+        let host = serve(move |request| {
+            let logins = counted.clone();
+            async move {
+                if !request.uri().path().ends_with("Authenticate") {
+                    return Answer::of(&Nothing {});
+                }
+                logins.fetch_add(1, Ordering::SeqCst);
+                match long {
+                    Some(long) => sleep(long).await,
+                    None => pending().await,
+                }
+                let token = "token".to_owned();
+                Answer::of(&AuthenticateResponse { token })
+            }
+        });
+        (host.await, logins)
+    }
+
+    async fn connects(hosts: Vec<String>) {
+        let options = Options {
+            credentials: Some(Credentials::new("me", "secret")),
+            ..Options::default()
+        };
+        let members = Members::new(hosts, options);
+        let connected = timeout(Duration::from_secs(20), members.connection()).await;
+        connected.expect("in time").expect("it lets the client in");
+    }
+
+    /// It was cut off for the next one, which was cut off, too.
+    #[tokio::test]
+    async fn a_login_that_takes_long_is_made_once() {
+        let (host, logins) = takes(Some(CONNECT_TIMEOUT * 3 / 2)).await;
+        connects(vec![host]).await;
+        assert_eq!(logins.load(Ordering::SeqCst), 1);
+    }
+
+    #[tokio::test]
+    async fn a_login_that_never_ends_is_passed_over() {
+        let (silent, in_vain) = takes(None).await;
+        let (other, logins) = takes(Some(Duration::ZERO)).await;
+        // They begin with one of the two by chance.
+        for many in 1..=4 {
+            connects(vec![silent.clone(), other.clone()]).await;
+            assert_eq!(logins.load(Ordering::SeqCst), many);
+            assert!(in_vain.load(Ordering::SeqCst) <= many);
         }
     }
 }

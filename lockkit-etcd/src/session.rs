@@ -604,20 +604,17 @@ async fn delete_leftovers(core: &Core) {
 
 #[cfg(test)]
 pub(crate) mod tests {
-    use std::{collections::VecDeque, convert::Infallible, sync::Arc};
+    use std::sync::Arc;
 
-    use hyper::{
-        body::{Body, Bytes, Frame, Incoming},
-        server,
-        service::service_fn,
-    };
-    use hyper_util::rt::{TokioExecutor, TokioIo};
     use lockkit_testbed::etcd::{self, EtcdCluster, EtcdServer};
-    use prost::Message;
-    use tokio::{net::TcpListener, time::sleep};
+    use tokio::time::sleep;
 
     use super::*;
-    use crate::{connection::Options, wire::LeaseResponse};
+    use crate::{
+        connection::Options,
+        rogue::{Answer, serve},
+        wire::{LeaseResponse, Nothing},
+    };
 
     pub(crate) async fn open(host: String, seconds: u64) -> Session {
         try_open(host, seconds).await.unwrap()
@@ -631,59 +628,20 @@ pub(crate) mod tests {
         Session::open(&members, &watcher, &layout, seconds).await
     }
 
-    /// The frames of an answer.
-    struct Answer(VecDeque<Frame<Bytes>>);
-
-    impl Answer {
-        fn of(message: &impl Message) -> Self {
-            let message = message.encode_to_vec();
-            let length = u32::try_from(message.len()).unwrap().to_be_bytes();
-            let mut trailers = http::HeaderMap::new();
-            trailers.insert("grpc-status", http::HeaderValue::from_static("0"));
-            let message = [&[0][..], &length, &message[..]].concat();
-            Self([Frame::data(message.into()), Frame::trailers(trailers)].into())
-        }
-    }
-
-    impl Body for Answer {
-        type Data = Bytes;
-        type Error = Infallible;
-
-        fn poll_frame(
-            mut self: Pin<&mut Self>,
-            _: &mut Context<'_>,
-        ) -> Poll<Option<std::result::Result<Frame<Bytes>, Infallible>>> {
-            Poll::Ready(self.0.pop_front().map(Ok))
-        }
-    }
-
-    /// Starts a server that grants this lease and no other, and returns its address.
-    async fn grants(lease: LeaseResponse) -> String {
-        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-        let host = listener.local_addr().unwrap().to_string();
-        tokio::spawn(async move {
-            while let Ok((client, _)) = listener.accept().await {
-                let answers = service_fn(move |request: http::Request<Incoming>| async move {
-                    let is_grant = request.uri().path().ends_with("LeaseGrant");
-                    let said = if is_grant { lease } else { LeaseResponse::default() };
-                    let answer = http::Response::builder()
-                        .header("content-type", "application/grpc")
-                        .body(Answer::of(&said));
-                    Ok::<_, Infallible>(answer.expect("an answer"))
-                });
-                let serving = server::conn::http2::Builder::new(TokioExecutor::new());
-                tokio::spawn(serving.serve_connection(TokioIo::new(client), answers));
-            }
-        });
-        host
-    }
-
     /// Holds on it would count with more than there is, or have keys that never end.
     #[tokio::test]
     async fn a_lease_that_was_not_asked_for_is_not_taken() {
         for (id, ttl) in [(7, 19), (7, 0), (7, -20), (0, 20), (7, 21)] {
             let header = None;
-            let opened = try_open(grants(LeaseResponse { header, id, ttl }).await, 20).await;
+            let lease = LeaseResponse { header, id, ttl };
+            let grants = serve(move |request| async move {
+                if request.uri().path().ends_with("LeaseGrant") {
+                    Answer::of(&lease)
+                } else {
+                    Answer::of(&Nothing {})
+                }
+            });
+            let opened = try_open(grants.await, 20).await;
             let failure = opened.expect_err("it is taken");
             let is_short = matches!(failure, Failure::ShortLease { granted: 21 });
             assert!(is_short || ttl < 21, "{failure}");

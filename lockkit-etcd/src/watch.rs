@@ -301,6 +301,7 @@ async fn serve(
             since: Instant::now(),
         };
         on_stream.create(first);
+        let token = connection.token();
         let ended = on_stream
             .run(&connection, asked, &mut commands, authenticated, &heard)
             .await;
@@ -309,12 +310,15 @@ async fn serve(
         }
         match ended {
             StreamEnd::Interrupted => {}
-            StreamEnd::StaleToken => {
-                authenticated = Some(Instant::now());
-                if let Err(error) = connection.authenticate().await {
+            StreamEnd::StaleToken => match connection.renew_token(token.as_ref()).await {
+                // That one may have ended, too.
+                Ok(false) => {}
+                Ok(true) => authenticated = Some(Instant::now()),
+                Err(error) => {
+                    authenticated = Some(Instant::now());
                     tracing::debug!(%error, "no new token for watches");
                 }
-            }
+            },
             StreamEnd::Closed => return,
         }
     }
