@@ -545,7 +545,14 @@ impl OwnKey {
             self.session.fence(&self.key, &self.gone).await?;
             return Ok(None);
         };
-        let deleted = self.session.delete(&self.key, revision).await?;
+        let deleted = match self.session.delete(&self.key, revision).await {
+            Err(failure) if failure.is_refusal() => {
+                // It has deleted nothing: if the key is gone the next time, somebody else has.
+                self.leaving = is_again;
+                return Err(failure);
+            }
+            deleted => deleted?,
+        };
         if deleted || is_again || !is_held {
             return Ok(None);
         }
@@ -607,6 +614,7 @@ mod tests {
     use lockkit_testbed::{
         Mode, Proxy,
         etcd::{self, EtcdServer},
+        eventually,
     };
     use tokio::time::{sleep, timeout};
 
@@ -686,6 +694,26 @@ mod tests {
             matches!(renewed, Renewal::Lost(LossReason::Revoked)),
             "{renewed:?}"
         );
+    }
+
+    /// Else a hold that somebody else has ended since is said to be released.
+    #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+    async fn a_deletion_that_was_refused_has_deleted_nothing() {
+        if lockkit_testbed::skipped("etcd", etcd::missing()) {
+            return;
+        }
+        let server = tokio::task::block_in_place(|| EtcdServer::builder().fsync().start()).unwrap();
+        let session = Arc::new(open(server.addr().to_string(), 60).await);
+        let mut own = own_key(&session).await;
+        own.grant(session.ttl()).await.unwrap();
+        tokio::task::block_in_place(|| server.kill()).unwrap();
+        eventually("it is noticed", async || session.connection().await.is_err()).await;
+        let refused = own.delete().await.unwrap_err();
+        assert!(refused.is_refusal(), "{refused:?}");
+        tokio::task::block_in_place(|| server.start()).unwrap();
+        assert!(tokio::task::block_in_place(|| server.delete("key")).unwrap());
+        eventually("it is back", async || session.connection().await.is_ok()).await;
+        assert_eq!(own.delete().await.unwrap(), Some(LossReason::Revoked));
     }
 
     /// Else a hold that counts with a long lease would end with a short one.

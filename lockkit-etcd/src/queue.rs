@@ -64,13 +64,15 @@ impl EtcdClaim {
                             own.set_bases(fence::bases(&found)?);
                         }
                     }
-                    None if waits => {
-                        self.clear();
-                        continue;
-                    }
                     None => {
+                        let seen = answer.responses.into_iter().find_map(|answer| answer.range);
+                        let is_taken = !waits && seen.is_some_and(|seen| self.is_busy(&seen.kvs));
                         self.clear();
-                        return Ok(None);
+                        if is_taken {
+                            return Ok(None);
+                        }
+                        // Something else has kept the key from being made.
+                        continue;
                     }
                 },
                 Ok(None) => {
@@ -166,8 +168,10 @@ impl EtcdClaim {
             Compare::created(key.as_str(), 0),
             Compare::created(gone.as_str(), 0),
         ];
+        let mut failure = Vec::new();
         if !waits && self.request.mode == Mode::Exclusive {
             compare.push(Compare::nothing_in(prefix(&self.queue)));
+            failure.push(Request::Range(self.look(None)).into());
         }
         let put = PutRequest {
             key: key.as_str().into(),
@@ -182,7 +186,7 @@ impl EtcdClaim {
                 Request::Range(self.look(None)).into(),
                 Request::Range(fence::look(&self.shared)).into(),
             ],
-            failure: Vec::new(),
+            failure,
         };
         self.own = Some(OwnKey::ask(session, key.into(), gone, self.request.ttl, request));
     }
@@ -264,5 +268,48 @@ impl EtcdClaim {
         });
         own.wait()?;
         Ok(true)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use lockkit_core::{
+        LockName,
+        spi::{Backend as _, ClaimRequest, OwnerId},
+    };
+
+    use super::*;
+    use crate::{
+        EtcdBackend, EtcdConfig,
+        rogue::{Answer, serve},
+        wire::{LeaseResponse, Nothing},
+    };
+
+    /// A lock is taken if the servers show who has it, and not because a key was not made.
+    #[tokio::test]
+    async fn a_key_that_is_not_made_is_not_the_word_taken() {
+        let lease = LeaseResponse {
+            header: None,
+            id: 7,
+            ttl: 20,
+        };
+        // Nobody is there, and no transaction succeeds.
+        let host = serve(move |request| async move {
+            if request.uri().path().ends_with("LeaseGrant") {
+                Answer::of(&lease)
+            } else {
+                Answer::of(&Nothing {})
+            }
+        });
+        let backend = EtcdBackend::connect(EtcdConfig::new(host.await)).await.unwrap();
+        for mode in [Mode::Exclusive, Mode::Shared] {
+            let name = LockName::new("a").unwrap();
+            let request = ClaimRequest::new(name, mode, Duration::from_secs(20), OwnerId::new(9));
+            let mut claim = backend.claim(&request).await.unwrap();
+            let tried = claim.attempt(Duration::ZERO).await;
+            assert!(tried.is_err(), "{mode:?}: {tried:?}");
+        }
     }
 }
