@@ -26,7 +26,7 @@ use crate::{
     name_cache::NameCache,
     row_claim::{self, RowClaim},
     row_sql::{self, RowSql},
-    server::Server,
+    server::{CONNECT, Server},
     session::Sessions,
 };
 
@@ -81,7 +81,7 @@ impl Shared {
             return Error::permanent(NAME, "acquire", format!("{words} ({advice})"));
         }
         let control = &self.sessions.control;
-        if let Err(why) = control.prepare(self.mode, self.schema).await {
+        if let Err(why) = control.prepare("acquire", self.mode, self.schema).await {
             return why;
         }
         // What it has noted in the tables is gone, too. The next connection notes it anew.
@@ -135,14 +135,15 @@ impl MySqlBackend {
             config.mode,
             config.max_connections,
         );
-        let (_, server) = sessions.control.connect("connect").await?;
-        sessions.control.prepare(config.mode, config.schema).await?;
+        let (_, server) = sessions.control.connect(CONNECT).await?;
+        let tables = sessions.control.prepare(CONNECT, config.mode, config.schema);
+        tables.await?;
         let server_locks = match config.mode {
             Mode::Lease => sessions.control.server_locks(&target.database).await?,
             Mode::ForUpdate => ServerLocks::default(),
         };
         // Opening a session checks that the server keeps its `wait_timeout`.
-        let first = sessions.get("connect", lease_claim::WAIT_TIMEOUT).await?;
+        let first = sessions.get(CONNECT, lease_claim::WAIT_TIMEOUT).await?;
         sessions.put(first).await;
         let url = config.server(&target).into();
         let shared = Arc::new(Shared {

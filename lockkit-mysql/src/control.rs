@@ -170,27 +170,20 @@ impl Control {
     }
 
     /// Runs `sql`, which changes nothing, in the same way, and fails at a server that is read-only by then: a primary that was
-    /// demoted keeps its connections, and does not know what is held at the next one. The next request connects anew. That may be to the
-    /// same server for a while, which is no reason to refuse a client for good that had connected to a primary.
+    /// demoted keeps its connections, and does not know what is held at the next one. The next request connects anew.
     pub(crate) async fn read(&self, operation: &'static str, sql: String) -> Result<Reply> {
         let sql = format!("{sql}; {}", row_sql::proof());
-        let refused = match self.query(operation, sql).await {
-            Ok(reply) if server::says_read_only(&reply) => {
-                let disconnect = async move |mut state: OwnedMutexGuard<State>| {
-                    state.connection = None;
-                    Ok(())
-                };
-                self.with(operation, disconnect).await?;
-                server::read_only("read_only")
-            }
-            Ok(mut reply) => {
-                reply.drop_last();
-                return Ok(reply);
-            }
-            Err(refused @ Error::Unsupported { .. }) => refused,
-            Err(error) => return Err(error),
-        };
-        Err(Error::transient(NAME, operation, refused))
+        let mut reply = self.query(operation, sql).await?;
+        if server::says_read_only(&reply) {
+            let disconnect = async move |mut state: OwnedMutexGuard<State>| {
+                state.connection = None;
+                Ok(())
+            };
+            self.with(operation, disconnect).await?;
+            return Err(server::read_only(operation, "read_only"));
+        }
+        reply.drop_last();
+        Ok(reply)
     }
 
     /// Runs `sql` once at most.
@@ -242,15 +235,15 @@ impl Control {
     }
 
     /// Creates or checks the tables.
-    pub(crate) async fn prepare(&self, mode: Mode, schema: Schema) -> Result<()> {
+    pub(crate) async fn prepare(&self, operation: &'static str, mode: Mode, schema: Schema) -> Result<()> {
         let work = async move |mut state: OwnedMutexGuard<State>| {
-            state.open("connect").await?;
+            state.open(operation).await?;
             match &mut state.connection {
-                Some(connection) => schema::prepare(connection, mode, schema).await,
-                None => Err(Error::transient(NAME, "connect", "the connection has ended")),
+                Some(connection) => schema::prepare(operation, connection, mode, schema).await,
+                None => Err(Error::transient(NAME, operation, "the connection has ended")),
             }
         };
-        self.with("connect", work).await
+        self.with(operation, work).await
     }
 
     /// Reads the secret of which the names of the server's locks are made for waiters of leases. Writes only if there is none.
@@ -390,7 +383,7 @@ impl State {
             server: column(row, 0).during(operation)?,
             session: column(row, 1).during(operation)?,
         };
-        let server = Server::read(&reply, self.mode)?;
+        let server = Server::read(operation, &reply, self.mode)?;
         self.latest.store(epoch.number, Ordering::Relaxed);
         self.connection = Some(connection);
         self.epoch = epoch.clone();

@@ -88,7 +88,7 @@ impl Shared {
         let Some(row) = reply.last().first() else {
             // It may be held, and not have been written.
             if server::says_read_only(&control.query("revoke", row_sql::proof()).await?) {
-                return Err(server::read_only("read_only"));
+                return Err(server::read_only("revoke", "read_only"));
             }
             return Ok(None);
         };
@@ -107,7 +107,7 @@ impl Shared {
         let reply = control.query_once("revoke", free).await?;
         let is_freed = reply.affected(0) == 1;
         if !is_freed && server::says_read_only(&control.query("revoke", row_sql::proof()).await?) {
-            return Err(server::read_only("read_only"));
+            return Err(server::read_only("revoke", "read_only"));
         }
         if let Some(sleeper) = lease_sql::sleeper(&reply).filter(|_| is_freed) {
             // Without this, the sleeper wakes by itself a little later.

@@ -201,7 +201,7 @@ impl LeaseClaim {
     /// If the server is read-only by now. Nothing is changed there, even if the account may.
     async fn row_state(&mut self, operation: &'static str) -> Result<(RowState, Option<u64>, Option<u64>)> {
         let reply = self.query(operation, self.sql.state()).await?;
-        self.refuse_read_only(&reply)?;
+        self.refuse_read_only(operation, &reply)?;
         let row = reply.row(0).ok_or(sqlx::Error::RowNotFound).during(operation)?;
         let state: Option<u64> = column(row, 0).during(operation)?;
         let state = match state {
@@ -215,11 +215,11 @@ impl LeaseClaim {
     }
 
     /// Checks what the last row of a reply says of the server. From one that is read-only, this claim borrows no session any more.
-    fn refuse_read_only(&mut self, reply: &Reply) -> Result<()> {
+    fn refuse_read_only(&mut self, operation: &'static str, reply: &Reply) -> Result<()> {
         if server::says_read_only(reply) {
             self.session = None;
             self.shared.sessions.discard_idle();
-            return Err(server::read_only("read_only"));
+            return Err(server::read_only(operation, "read_only"));
         }
         Ok(())
     }
@@ -463,7 +463,7 @@ impl Claim for LeaseClaim {
                 break Renewal::Held(self.lease());
             }
             let reply = self.query("adopt", self.sql.adoptable(from, token)).await?;
-            self.refuse_read_only(&reply)?;
+            self.refuse_read_only("adopt", &reply)?;
             let row = reply.row(0).ok_or(sqlx::Error::RowNotFound).during("adopt")?;
             match column::<Option<u64>>(row, 0).during("adopt")? {
                 // The server was read-only a moment ago.

@@ -581,7 +581,7 @@ impl RowClaim {
         sessions.discard_idle();
         // The other holds there are as good as lost.
         sessions.disconnect_watch.notify();
-        server::read_only("read_only")
+        server::read_only("acquire", "read_only")
     }
 
     /// Closes the connection, and has the session killed: a server does not notice that a client is gone while its statement
@@ -854,7 +854,8 @@ impl Claim for RowClaim {
                         | code::DEADLOCK
                         | code::NO_SUCH_SAVEPOINT
                         | code::OPTION_PREVENTS_STATEMENT
-                        | code::READ_ONLY_MODE,
+                        | code::READ_ONLY_MODE
+                        | code::INNODB_READ_ONLY,
                     ) => break Some(LossReason::Revoked),
                     _ if error::ends_the_session(&error) => break None,
                     _ if std::mem::take(&mut may_fail) => {

@@ -116,18 +116,31 @@ fn statements<'a>(tables: impl Iterator<Item = &'a (&'static str, &'static str)>
 ///
 /// # Errors
 /// With the statements to run, if tables are missing after that. If a table is not as it has to be.
-pub(crate) async fn prepare(connection: &mut ResumableConnection, mode: Mode, schema: Schema) -> Result<()> {
-    let mut missing = check(&connection.query(question(mode)).await.during("connect")?, mode)?;
+pub(crate) async fn prepare(
+    operation: &'static str,
+    connection: &mut ResumableConnection,
+    mode: Mode,
+    schema: Schema,
+) -> Result<()> {
+    let mut missing = check(
+        operation,
+        &connection.query(question(mode)).await.during(operation)?,
+        mode,
+    )?;
     if missing.is_empty() {
         return Ok(());
     }
     if schema == Schema::Auto {
         for (name, table) in tables(mode) {
             if missing.contains(name) {
-                connection.query((*table).to_owned()).await.during("connect")?;
+                connection.query((*table).to_owned()).await.during(operation)?;
             }
         }
-        missing = check(&connection.query(question(mode)).await.during("connect")?, mode)?;
+        missing = check(
+            operation,
+            &connection.query(question(mode)).await.during(operation)?,
+            mode,
+        )?;
         if missing.is_empty() {
             return Ok(());
         }
@@ -137,7 +150,7 @@ pub(crate) async fn prepare(connection: &mut ResumableConnection, mode: Mode, sc
     let statements = statements.split_whitespace().collect::<Vec<_>>().join(" ");
     Err(Error::permanent(
         NAME,
-        "connect",
+        operation,
         format!(
             "the tables {} are missing, or not visible to this account; have them made with: {statements}",
             missing.join(", ")
@@ -166,13 +179,13 @@ fn question(mode: Mode) -> String {
 ///
 /// # Errors
 /// If one is not as it has to be.
-fn check(reply: &Reply, mode: Mode) -> Result<Vec<&'static str>> {
+fn check(operation: &'static str, reply: &Reply, mode: Mode) -> Result<Vec<&'static str>> {
     let mut missing: Vec<_> = tables(mode).iter().map(|(name, _)| *name).collect();
     for row in reply.last() {
-        let table: String = column(row, 0).during("connect")?;
-        let engine: Option<String> = column(row, 1).during("connect")?;
-        let kind: Option<String> = column(row, 2).during("connect")?;
-        let width: Option<u64> = column(row, 3).during("connect")?;
+        let table: String = column(row, 0).during(operation)?;
+        let engine: Option<String> = column(row, 1).during(operation)?;
+        let kind: Option<String> = column(row, 2).during(operation)?;
+        let width: Option<u64> = column(row, 3).during(operation)?;
         missing.retain(|name| !name.eq_ignore_ascii_case(&table));
         let Some(engine) = engine else {
             return Err(Error::unsupported(
@@ -192,7 +205,7 @@ fn check(reply: &Reply, mode: Mode) -> Result<Vec<&'static str>> {
             // The server hides the columns to which the account has no right.
             return Err(Error::permanent(
                 NAME,
-                "connect",
+                operation,
                 format!(
                     "the columns of the table `{table}` are hidden from this account; \
                      grant it SELECT, INSERT, UPDATE and DELETE on the table"
@@ -209,7 +222,7 @@ fn check(reply: &Reply, mode: Mode) -> Result<Vec<&'static str>> {
                 ),
             ));
         }
-        let old: Option<String> = column(row, 4).during("connect")?;
+        let old: Option<String> = column(row, 4).during(operation)?;
         if old.is_some() {
             return Err(Error::unsupported(
                 NAME,
@@ -219,8 +232,8 @@ fn check(reply: &Reply, mode: Mode) -> Result<Vec<&'static str>> {
                 ),
             ));
         }
-        let full_name: Option<String> = column(row, 5).during("connect")?;
-        let asked: Option<String> = column(row, 6).during("connect")?;
+        let full_name: Option<String> = column(row, 5).during(operation)?;
+        let asked: Option<String> = column(row, 6).during(operation)?;
         let there = [full_name, asked];
         let lacks = ADDED.iter().find(|(of, added, _)| {
             let is_there = there

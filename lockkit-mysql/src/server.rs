@@ -28,13 +28,19 @@ pub(crate) fn says_read_only(reply: &Reply) -> bool {
     reply.last().last().is_none_or(is_read_only)
 }
 
-/// Returns the error for a read-only server.
-pub(crate) fn read_only(setting: &str) -> Error {
-    Error::unsupported(
-        NAME,
-        format!("a server with {setting}=ON, a replica perhaps; connect to the primary"),
-    )
+/// Returns the error for a read-only server. Whoever connects has been led to a replica, and is told for good. One that was connected, to a
+/// primary, may find the next one in its place, or the same one again.
+pub(crate) fn read_only(operation: &'static str, setting: &str) -> Error {
+    let what = format!("a server with {setting}=ON, a replica perhaps; connect to the primary");
+    if operation == CONNECT {
+        Error::unsupported(NAME, what)
+    } else {
+        Error::transient(NAME, operation, what)
+    }
 }
+
+/// The operation of a client that connects for the first time.
+pub(crate) const CONNECT: &str = "connect";
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Flavour {
@@ -50,18 +56,20 @@ pub(crate) struct Server {
 }
 
 impl Server {
-    pub(crate) fn read(reply: &Reply, mode: Mode) -> Result<Self> {
+    /// # Errors
+    /// As [`check`](Self::check).
+    pub(crate) fn read(operation: &'static str, reply: &Reply, mode: Mode) -> Result<Self> {
         let mut variables = HashMap::new();
         for row in reply.last() {
-            let (name, value): (String, String) = (text(row, 0)?, text(row, 1)?);
-            variables.insert(name.to_ascii_lowercase(), value);
+            let text = |index| column::<String>(row, index).during(operation);
+            variables.insert(text(0)?.to_ascii_lowercase(), text(1)?);
         }
-        Self::check(&variables, mode)
+        Self::check(operation, &variables, mode)
     }
 
     /// # Errors
-    /// [`Error::Unsupported`] for a server whose locks do not exclude each other, or that takes no writes.
-    fn check(variables: &HashMap<String, String>, mode: Mode) -> Result<Self> {
+    /// [`Error::Unsupported`] for a server whose locks do not exclude each other. [`read_only`] for one that takes no writes.
+    fn check(operation: &'static str, variables: &HashMap<String, String>, mode: Mode) -> Result<Self> {
         let value = |name: &str| variables.get(name).map_or("", String::as_str);
         let is_on =
             |name: &str| !matches!(value(name).to_ascii_uppercase().as_str(), "" | "0" | "OFF" | "NO");
@@ -114,7 +122,7 @@ impl Server {
             .into_iter()
             .find(|name| is_on(name))
         {
-            return Err(read_only(why));
+            return Err(read_only(operation, why));
         }
         let fencing = if value("innodb_flush_log_at_trx_commit") == "1" {
             FencingDurability::Durable
@@ -126,10 +134,6 @@ impl Server {
         };
         Ok(Self { flavour, fencing })
     }
-}
-
-fn text(row: &MySqlRow, index: usize) -> Result<String> {
-    column(row, index).during("connect")
 }
 
 /// Reads major and minor of `10.11.14-MariaDB-…`, or of `5.5.5-10.6.1-MariaDB`, as old replication set-ups have it.
@@ -153,7 +157,7 @@ mod tests {
         let owned = variables
             .iter()
             .map(|(name, value)| ((*name).to_owned(), (*value).to_owned()));
-        Server::check(&owned.collect(), mode)
+        Server::check(CONNECT, &owned.collect(), mode)
     }
 
     const MARIADB: (&str, &str) = ("version", "10.11.14-MariaDB-0+deb12u2");
@@ -217,5 +221,21 @@ mod tests {
                 other => panic!("{variables:?}: {other:?}"),
             }
         }
+    }
+
+    #[test]
+    fn a_server_that_became_read_only_may_change_back() {
+        let demoted = HashMap::from(
+            [("version", "9.7.4"), ("super_read_only", "ON")]
+                .map(|(name, value)| (name.to_owned(), value.to_owned())),
+        );
+        let error = Server::check("acquire", &demoted, Mode::ForUpdate).unwrap_err();
+        assert!(error.is_transient(), "{error:?}");
+        let galera = HashMap::from(
+            [("version", "8.4.0"), ("wsrep_on", "ON"), ("wsrep_provider", "x")]
+                .map(|(name, value)| (name.to_owned(), value.to_owned())),
+        );
+        let error = Server::check("acquire", &galera, Mode::ForUpdate).unwrap_err();
+        assert!(matches!(error, Error::Unsupported { .. }), "{error:?}");
     }
 }

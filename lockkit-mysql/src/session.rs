@@ -579,7 +579,7 @@ mod tests {
             );
             let tables = sessions
                 .control
-                .prepare(crate::Mode::ForUpdate, crate::Schema::Auto);
+                .prepare("connect", crate::Mode::ForUpdate, crate::Schema::Auto);
             tables.await.unwrap();
             let session = sessions.get("acquire", 10).await.unwrap();
             sessions.put(session).await;

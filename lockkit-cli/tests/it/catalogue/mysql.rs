@@ -341,7 +341,7 @@ fn mysql_errors_are_those_of_the_catalogue() {
     table.row(
         "the server became read-only while its client was connected",
         says("read", "connect to the primary"),
-        "Give the primary's address.",
+        "Wait until the client's host name leads to the new primary, or give its address.",
         || {
             let demoted = start(&[]);
             meanwhile(&demoted.url(), |_| _ = sql(&demoted, "SET GLOBAL read_only=1"))
