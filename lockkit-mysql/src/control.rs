@@ -8,7 +8,10 @@ use std::{
     time::Duration,
 };
 
-use lockkit_core::{Error, Result, spi::resumable};
+use lockkit_core::{
+    Error, Result,
+    spi::{chain, resumable},
+};
 use sqlx::mysql::MySqlConnectOptions;
 use tokio::{
     runtime::Handle,
@@ -304,24 +307,43 @@ impl Control {
         self.kill_in(operation, format!("KILL QUERY {id}"), epoch).await
     }
 
-    /// Kills an abandoned session: by its id, or by its marker if the id may be another's. A session without that marker may be
-    /// at another server.
+    /// Kills an abandoned session: by its id, or by its marker if the id may be another's. It is not found if it has ended before. At
+    /// another server nobody knows of it.
+    ///
+    /// # Errors
+    /// If it is not known to have ended: it may have a lock, or wait for one.
     pub(crate) async fn kill_abandoned(
         &self,
         operation: &'static str,
         session: &AbandonedSession,
     ) -> Result<KillOutcome> {
-        match self.kill(operation, session.id, &session.epoch).await {
-            Ok(KillOutcome::Unknown) => {}
+        let killed = match self.kill(operation, session.id, &session.epoch).await {
+            Ok(KillOutcome::Unknown) => self.kill_by_marker(operation, session).await,
             // This connection has ended too, and the next one does not know the id.
-            Err(error) if error.is_transient() => {}
-            known => return known,
-        }
-        let kill = format!("KILL IS_USED_LOCK('{}')", session.marker);
-        match self.kill_matching(operation, kill).await? {
-            KillOutcome::Killed => Ok(KillOutcome::Killed),
-            _ => Ok(KillOutcome::Unknown),
-        }
+            Err(error) if error.is_transient() => self.kill_by_marker(operation, session).await,
+            known => known,
+        };
+        killed.map_err(|why| not_ended(operation, session.id, &why))
+    }
+
+    async fn kill_by_marker(
+        &self,
+        operation: &'static str,
+        session: &AbandonedSession,
+    ) -> Result<KillOutcome> {
+        let AbandonedSession { marker, epoch, .. } = session.clone();
+        let work = async move |mut state: OwnedMutexGuard<State>| {
+            let (now, _) = state.open(operation).await?;
+            let kill = format!("KILL IS_USED_LOCK('{marker}')");
+            let killed = state.kill(operation, kill).await?;
+            let is_elsewhere = killed == KillOutcome::NotFound && now.server != epoch.server;
+            Ok(if is_elsewhere {
+                KillOutcome::Unknown
+            } else {
+                killed
+            })
+        };
+        self.with(operation, work).await
     }
 
     async fn kill_in(&self, operation: &'static str, kill: String, epoch: &Epoch) -> Result<KillOutcome> {
@@ -417,6 +439,17 @@ impl State {
             self.connection = None;
         }
         reply
+    }
+}
+
+/// The error for a session that could not be ended, for this reason.
+fn not_ended(operation: &'static str, id: u64, why: &Error) -> Error {
+    let cause = std::error::Error::source(why).map_or_else(|| chain(why), chain);
+    let what = format!("session {id}, which may have the lock or wait for it, could not be ended: {cause}");
+    if why.is_transient() {
+        Error::transient(NAME, operation, what)
+    } else {
+        Error::permanent(NAME, operation, what)
     }
 }
 

@@ -17,6 +17,7 @@ pub(crate) mod code {
     pub(crate) const BAD_HOST: u16 = 1042;
     pub(crate) const SHUTDOWN_IN_PROGRESS: u16 = 1053;
     pub(crate) const NO_SUCH_THREAD: u16 = 1094;
+    pub(crate) const KILL_DENIED: u16 = 1095;
     pub(crate) const CANNOT_CREATE_THREAD: u16 = 1135;
     /// The server could not read or write the connection.
     pub(crate) const NET_READ_ERROR: u16 = 1158;
@@ -28,6 +29,7 @@ pub(crate) mod code {
     pub(crate) const DEADLOCK: u16 = 1213;
     pub(crate) const TOO_MANY_USER_CONNECTIONS: u16 = 1203;
     pub(crate) const USER_LIMIT_REACHED: u16 = 1226;
+    pub(crate) const PRIVILEGE_NEEDED: u16 = 1227;
     pub(crate) const NO_SUCH_SAVEPOINT: u16 = 1305;
     pub(crate) const DATABASE_ACCESS_DENIED: u16 = 1044;
     pub(crate) const ACCESS_DENIED: u16 = 1045;
@@ -127,9 +129,11 @@ fn meaning(number: u16) -> (Meaning, Option<&'static str>) {
         }
         code::ACCESS_DENIED => (Stays, Some("check user and password in the URL")),
         code::HOST_NOT_ALLOWED => (Stays, Some("make an account for this host")),
-        code::DATABASE_ACCESS_DENIED | code::TABLE_ACCESS_DENIED | code::COLUMN_ACCESS_DENIED => {
-            (Stays, Some("grant the account what docs/mysql.md lists"))
-        }
+        code::DATABASE_ACCESS_DENIED
+        | code::TABLE_ACCESS_DENIED
+        | code::COLUMN_ACCESS_DENIED
+        | code::KILL_DENIED
+        | code::PRIVILEGE_NEEDED => (Stays, Some("grant the account what docs/mysql.md lists")),
         code::UNKNOWN_DATABASE => (Stays, Some("correct the database in the URL, or create it")),
         code::TABLE_FULL => (Stays, Some("make room on the server's disk")),
         code::PASSWORD_EXPIRED | code::PASSWORD_EXPIRED_AT_LOGIN => {
@@ -245,7 +249,8 @@ mod tests {
             (&[1290, 1836, 1874], Meaning::Demoted),
             (
                 &[
-                    1044, 1045, 1049, 1064, 1114, 1130, 1142, 1143, 1146, 1305, 1665, 1820, 1862, 3118, 4151,
+                    1044, 1045, 1049, 1064, 1095, 1114, 1130, 1142, 1143, 1146, 1227, 1305, 1665, 1820, 1862,
+                    3118, 4151,
                 ],
                 Meaning::Stays,
             ),

@@ -671,21 +671,24 @@ impl RowClaim {
     /// Kills the session whose connection was given up.
     ///
     /// # Errors
-    /// [`Error::Lost`] if a hold had ended before, for this reason if that is known.
+    /// [`Error::Lost`] if a hold had ended before, for this reason if that is known. Any other error if the session is not known to have
+    /// ended. The next call goes on from here.
     async fn end(&mut self, reason: Option<LossReason>) -> Result<()> {
         let Stage::Ending { session, had } = &self.stage else {
             return Ok(());
         };
         let had = *had;
-        let control = &self.shared.sessions.control;
         // Of one that only waited, its next attempt ends what is left.
         let operation = if had == Had::Nothing { "acquire" } else { "release" };
-        let mut killed = control.kill(operation, session.id, &session.epoch).await?;
-        if killed == KillOutcome::Unknown {
-            // There may be no server to reach. A closed connection ends its session by itself, unless that waits.
-            let ended = timeout(REPLY_TIMEOUT, control.kill_abandoned(operation, session)).await;
-            killed = ended.map_or(killed, |ended| ended.unwrap_or(killed));
-        }
+        let ending = self.shared.sessions.control.kill_abandoned(operation, session);
+        let killed = if had == Had::Lost {
+            // That is to be told, whether there is a server to reach or not. A closed connection ends its session by itself, unless that
+            // waits.
+            let _ = timeout(REPLY_TIMEOUT, ending).await;
+            KillOutcome::Unknown
+        } else {
+            ending.await?
+        };
         self.stage = Stage::Idle;
         match had {
             Had::Nothing => Ok(()),

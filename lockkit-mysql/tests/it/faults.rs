@@ -50,6 +50,7 @@ for_each_flavour! {
     a_ttl_from_before_the_grant_counts_for_no_lease
     a_renewal_that_was_cut_off_is_no_shorter_than_is_believed
     a_release_that_is_cut_off_confirms_nothing
+    a_release_that_ends_no_session_is_an_error
     an_attempt_that_comes_late_takes_nothing
     an_attempt_that_was_cut_off_takes_nothing
     an_attempt_of_the_dead_keeps_a_lease_for_a_ttl
@@ -621,6 +622,35 @@ async fn a_release_that_is_cut_off_confirms_nothing(flavour: Flavour) {
         error.to_string(),
         format!("mysql: lock `{name}` was lost: {}", LossReason::Disconnected)
     );
+    cycle(&other, &name).await;
+}
+
+/// It has no reply, and nobody is there to end its session. The server goes on with the hold, so it is no loss that could be forgotten.
+async fn a_release_that_ends_no_session_is_an_error(flavour: Flavour) {
+    let server = shared(flavour);
+    let proxy = Proxy::start(server.addr()).unwrap();
+    let backend = MySqlBackend::connect(config(proxy.addr())).await.unwrap();
+    let other = client(server.addr(), Mode::ForUpdate).await;
+    let name = name("unended");
+    let request = request(&name, spi::Mode::Exclusive);
+    let mut claim = backend.claim(&request).await.unwrap();
+    claim.attempt(Duration::ZERO).await.unwrap().expect("it is free");
+    proxy.set(lockkit_testbed::Mode::Blackhole);
+    // The connection that would end the session is given up after five seconds. Then others are tried.
+    let went_dark = Instant::now();
+    while went_dark.elapsed() < Duration::from_secs(10) {
+        if let Ok(released) = timeout(Duration::from_millis(1_500), claim.release()).await {
+            let error = released.expect_err("nobody knows");
+            assert!(error.is_transient(), "{error:?}");
+        }
+        assert!(other.lock(&name).unwrap().try_acquire().await.unwrap().is_none());
+    }
+    proxy.set(lockkit_testbed::Mode::Pass);
+    eventually("it is ended", async || match claim.release().await {
+        Ok(()) => true,
+        Err(error) => error.is_lost(),
+    })
+    .await;
     cycle(&other, &name).await;
 }
 

@@ -61,6 +61,7 @@ for_each_flavour! {
     an_interrupted_wait_goes_on
     too_many_connections_is_an_error_and_never_taken
     a_kill_never_hits_a_stranger
+    a_wait_that_cannot_be_ended_is_an_error
     a_hold_that_cannot_be_shown_is_no_loss
     a_failed_try_leaves_no_transaction_open
     a_closed_client_leaves_no_session
@@ -984,6 +985,57 @@ async fn too_many_connections_is_an_error_and_never_taken(flavour: Flavour) {
         one.close().await;
     }
     waiter.granted().await.0.release().await.unwrap();
+}
+
+/// The connection that would end it has ended itself, and there is no room for another.
+async fn a_wait_that_cannot_be_ended_is_an_error(flavour: Flavour) {
+    let server = private(flavour, &["--max-connections=10"]);
+    let mut admin = Admin::of(&server).await;
+    let holder = client(server.addr(), Mode::ForUpdate).await;
+    let guard = holder.lock("a").unwrap().acquire().await.unwrap();
+    session_at(&mut admin, "DO SLEEP").await;
+    let before = admin.sessions().await;
+    let backend = MySqlBackend::connect(config(server.addr())).await.unwrap();
+    let request = request("a", spi::Mode::Exclusive);
+    let mut claim = backend.claim(&request).await.unwrap();
+    assert!(claim.attempt(Duration::from_secs(5)).await.unwrap().is_none());
+    let waiting: u64 = session_at(&mut admin, "SELECT UUID_SHORT() ticket")
+        .await
+        .parse()
+        .unwrap();
+    let mut others = admin.sessions().await;
+    others.retain(|id| !before.contains(id) && *id != waiting);
+    assert_eq!(others.len(), 1, "the connection that ends others");
+    let mut crowd = Vec::new();
+    while let Ok(one) = Admin::login(server.addr(), "lockkit", MySql::PASSWORD).await {
+        crowd.push(one);
+    }
+    admin.run(&format!("KILL {}", others[0])).await;
+    eventually("it is gone", async || {
+        !admin.sessions().await.contains(&others[0])
+    })
+    .await;
+    while let Ok(one) = Admin::login(server.addr(), "lockkit", MySql::PASSWORD).await {
+        crowd.push(one);
+    }
+    for _ in 0..3 {
+        let error = claim.release().await.unwrap_err();
+        let text = spi::chain(&error);
+        assert!(error.is_transient() && text.contains("1040"), "{text}");
+        assert!(text.contains("could not be ended"), "{text}");
+    }
+    let sessions = admin.sessions().await;
+    assert!(sessions.contains(&waiting), "it waits: {sessions:?}");
+    for one in crowd {
+        one.close().await;
+    }
+    eventually("it is ended", async || claim.release().await.is_ok()).await;
+    eventually("it waits no more", async || {
+        !admin.sessions().await.contains(&waiting)
+    })
+    .await;
+    guard.release().await.unwrap();
+    cycle(&holder, "a").await;
 }
 
 /// After a restart the server counts sessions from the beginning.
