@@ -23,6 +23,7 @@ use crate::{
     connection::{Reply, ResumableConnection, column},
     error::{self, During, code},
     lease_sql::ServerLocks,
+    random,
     relay::Route,
     row_sql, schema,
     server::{self, Server},
@@ -223,17 +224,19 @@ impl Control {
 
     /// Gives the current life of the server a number, which is valid for as long as this connection lasts.
     pub(crate) async fn begin_life(&self, operation: &'static str) -> Result<u64> {
-        let reply = self.query(operation, row_sql::begin_life()).await?;
-        let row = reply.last().first().ok_or(sqlx::Error::RowNotFound);
-        let row = row.during(operation)?;
-        let life: u64 = column(row, 0).during(operation)?;
-        let is_marked: Option<u64> = column(row, 1).during(operation)?;
-        if reply.affected(1) == 1 && is_marked == Some(1) {
-            return Ok(life);
+        let secret = u64::from_le_bytes(random(operation)?);
+        let bits = u32::from_le_bytes(random(operation)?);
+        let reply = self.query(operation, row_sql::begin_life(secret, bits)).await?;
+        if let Some(row) = reply.last().first() {
+            let life: u64 = column(row, 0).during(operation)?;
+            let is_marked: Option<u64> = column(row, 1).during(operation)?;
+            if reply.affected(2) == 1 && is_marked == Some(1) {
+                return Ok(life);
+            }
         }
         // Otherwise it would take any number for one that was given.
-        let what = "this life of the server has no number: the row without a name is missing in lockkit_fence, or was deleted \
-                    just now";
+        let what = "this life of the server has no number: the row without a name is missing in lockkit_fence or lockkit_map, or \
+                    was deleted just now";
         Err(Error::transient(NAME, operation, what))
     }
 

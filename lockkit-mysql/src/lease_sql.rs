@@ -3,17 +3,17 @@
 use std::time::Duration;
 
 use lockkit_core::{
-    AcquireOptions, Error, Result,
+    AcquireOptions, Result,
     spi::{ClaimRequest, OwnerId},
 };
 use sha2::{Digest, Sha256};
 
 use crate::{
-    NAME,
     backend::Shared,
     connection::Reply,
     control::{Epoch, TIMER_LOCK},
     layout::{Key, Range, hexadecimal, literal, literal_or_null},
+    random,
     row_sql::{CLOCK, RAISED, RAISED_AT_ONCE, READ_ONLY},
     server::Flavour,
 };
@@ -365,10 +365,7 @@ impl ServerLocks {
     /// a name, which is no lock's. If somebody deletes that, newcomers are not in one queue with those who read it before: then a release
     /// may not wake the next in line, who looks once a second.
     pub(crate) fn make_secret() -> Result<String> {
-        let mut secret = [0; 16];
-        getrandom::fill(&mut secret)
-            .map_err(|error| Error::permanent(NAME, "connect", format!("no random numbers: {error}")))?;
-        let secret = literal(&secret);
+        let secret = literal(&random::<16>("connect")?);
         Ok(format!(
             "INSERT IGNORE INTO lockkit_lease (name, owner, expires, token, latest) VALUES (x'', {secret}, 0, 0, 0); {}",
             Self::READ_SECRET

@@ -55,3 +55,12 @@ pub use schema::ddl;
 pub use sqlx;
 
 const NAME: &str = "mysql";
+
+/// Returns random bytes of the operating system, which nobody guesses.
+fn random<const LENGTH: usize>(operation: &'static str) -> lockkit_core::Result<[u8; LENGTH]> {
+    let mut bytes = [0; LENGTH];
+    getrandom::fill(&mut bytes).map_err(|error| {
+        lockkit_core::Error::permanent(NAME, operation, format!("no random numbers: {error}"))
+    })?;
+    Ok(bytes)
+}

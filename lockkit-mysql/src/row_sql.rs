@@ -68,35 +68,42 @@ pub(crate) fn still_holds() -> String {
     format!("ROLLBACK TO SAVEPOINT held; SELECT {READ_ONLY}")
 }
 
-/// An expression: the name of the server lock that exists while the life of this number lasts. The session that gave the number
-/// has it, and the server forgets it when it ends. Each database of the server has its own numbers.
+/// An expression on the row without a name of `lockkit_map`: the name of the server lock that exists while the life of this number lasts.
+/// The session that gave the number has it, and the server forgets it when it ends. Any account of the server may take any such lock, and one
+/// that took that of an earlier life would have this one pass for it. So the name has a secret in it, which those know who may read the table.
+/// Each database of the server has its own numbers.
 fn life_lock(number: impl Display) -> String {
-    format!("CONCAT('lockkit-life:', LEFT(SHA2(DATABASE(), 256), 16), ':', {number})")
+    format!("CONCAT('lockkit-life:', LEFT(SHA2(CONCAT_WS('/', DATABASE(), {number}, since), 256), 48))")
 }
 
 /// Returns the number of the server's life. No row if it has none, or if the session that gave it has ended. The name is `x''`,
 /// since `''` is `NULL` with MariaDB's `sql_mode=EMPTY_STRING_IS_NULL`.
 pub(crate) fn life() -> String {
     let lock = life_lock("reserved");
-    format!("SELECT reserved FROM lockkit_fence WHERE name=x'' AND IS_USED_LOCK({lock}) IS NOT NULL")
+    format!(
+        "SELECT reserved FROM lockkit_fence f, lockkit_map m WHERE f.name=x'' AND m.name=x'' AND IS_USED_LOCK({lock}) IS NOT NULL"
+    )
 }
 
 /// Gives the server's life a number above all earlier ones, and returns it. This session has the life's lock until it ends. If
-/// the latest number was deleted, the new one is above those of all mappings.
-pub(crate) fn begin_life() -> String {
+/// the latest number was deleted, the new one is above those of all mappings. The number has random bits: a copy of the table at another
+/// server, or with a clock that is behind, gives another one. The secret is the table's, unless it has one.
+pub(crate) fn begin_life(secret: u64, random: u32) -> String {
     let lock = life_lock("LAST_INSERT_ID()");
+    let above = u64::from(random) + 1;
     format!(
         "INSERT IGNORE INTO lockkit_fence (name, reserved) SELECT x'', COALESCE(MAX(life), 0) FROM lockkit_map \
          WHERE NOT EXISTS (SELECT 1 FROM lockkit_fence WHERE name=x''); \
-         UPDATE lockkit_fence SET reserved=LAST_INSERT_ID(GREATEST(reserved + 1, {CLOCK})) WHERE name=x''; \
-         SELECT LAST_INSERT_ID(), GET_LOCK({lock}, 0)"
+         INSERT IGNORE INTO lockkit_map (name, since) VALUES (x'', {secret}); \
+         UPDATE lockkit_fence SET reserved=LAST_INSERT_ID(GREATEST(reserved, {CLOCK}) + {above}) WHERE name=x''; \
+         SELECT LAST_INSERT_ID(), GET_LOCK({lock}, 0) FROM lockkit_map WHERE name=x''"
     )
 }
 
 /// Returns a row if the server is in the life of this number.
 pub(crate) fn is_in_life(life: u64) -> String {
     format!(
-        "SELECT 1 FROM DUAL WHERE IS_USED_LOCK({}) IS NOT NULL",
+        "SELECT 1 FROM lockkit_map WHERE name=x'' AND IS_USED_LOCK({}) IS NOT NULL",
         life_lock(life)
     )
 }

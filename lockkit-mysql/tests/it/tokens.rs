@@ -55,6 +55,7 @@ for_each_flavour! {
     a_life_has_one_number_while_somebody_is_there
     clients_with_two_numbers_of_one_life_take_turns
     a_life_that_was_given_no_number_grants_nothing
+    the_number_of_a_life_is_nobodys_guess
     more_rows_than_one_statement_raises_are_all_raised
 }
 
@@ -762,7 +763,7 @@ async fn tokens_rise_where_blocks_are_used_up(flavour: Flavour) {
         tokens.extend(draw(&[one.clone(), other.clone()]).await);
         let reading = one.clone().shared().acquire().await.unwrap();
         tokens.push(reading.token().get());
-        let last = "SELECT last FROM lockkit_map";
+        let last = "SELECT last FROM lockkit_map WHERE name<>''";
         let before = admin.value(last).await;
         // Another client's, and more than there are in any block.
         admin.run("DO BENCHMARK(3000000, UUID_SHORT())").await;
@@ -874,7 +875,7 @@ async fn a_block_that_comes_late_outranks_nobody(flavour: Flavour) {
     admin.run(&format!("KILL {}", holding[0])).await;
     let rightful = other.acquire().await.unwrap();
     blocker.run("ROLLBACK").await;
-    let step = "SELECT step FROM lockkit_map";
+    let step = "SELECT step FROM lockkit_map WHERE name<>''";
     let wide = (MOST_HANDOFFS + 1).to_string();
     eventually("the block is there", async || admin.value(step).await == wide).await;
     if let Ok(zombie) = timeout(Duration::from_millis(500), late.as_mut()).await {
@@ -948,7 +949,7 @@ async fn clients_with_two_numbers_of_one_life_take_turns(flavour: Flavour) {
     let there_were = admin.sessions().await.len();
     first.close(Duration::from_secs(5)).await.unwrap();
     eventually("it has left", async || admin.sessions().await.len() < there_were).await;
-    let number = "SELECT life FROM lockkit_map";
+    let number = "SELECT life FROM lockkit_map WHERE name<>''";
     let before = admin.value(number).await;
     let other = client(server.addr(), Mode::ForUpdate).await.lock("a").unwrap();
     for _ in 0..3 {
@@ -992,6 +993,50 @@ async fn a_life_that_was_given_no_number_grants_nothing(flavour: Flavour) {
     assert!(format!("{refused:?}").contains("no number"), "{refused:?}");
     admin.run("DROP TRIGGER goes").await;
     cycle(&client(server.addr(), Mode::ForUpdate).await, "a").await;
+}
+
+/// Whoever takes the lock of a life's number has the next life pass for that one. And two copies of a table do not count on to one number.
+async fn the_number_of_a_life_is_nobodys_guess(flavour: Flavour) {
+    const BEFORE: u64 = 1 << 60;
+
+    let server = private(flavour, &[]);
+    let mut admin = Admin::of(&server).await;
+    let url = server.url();
+    let (root, _) = url.rsplit_once('/').unwrap();
+    let mut numbers = Vec::new();
+    for copy in ["one", "other"] {
+        let make = format!(
+            "CREATE DATABASE {copy}; GRANT ALL ON {copy}.* TO '{}'@'%'; USE {copy}",
+            MySql::USER
+        );
+        admin.run(&make).await;
+        admin.run(&lockkit_mysql::ddl(Mode::ForUpdate)).await;
+        admin
+            .run(&format!("INSERT INTO lockkit_fence VALUES ('', {BEFORE})"))
+            .await;
+        let [client, beside] = [
+            connect(MySqlConfig::new(format!("{root}/{copy}"))).await.unwrap(),
+            connect(MySqlConfig::new(format!("{root}/{copy}"))).await.unwrap(),
+        ];
+        cycle(&client, "a").await;
+        let read = "SELECT reserved FROM lockkit_fence WHERE name=''";
+        let number: u64 = admin.value(read).await.parse().unwrap();
+        assert!(number > BEFORE, "{number}");
+        // All that goes into it, but what the tables alone have.
+        for guess in [
+            format!("LEFT(SHA2('{copy}', 256), 16), ':', {number}"),
+            format!("LEFT(SHA2('{copy}/{number}', 256), 48)"),
+            format!("LEFT(SHA2('{copy}/{number}/0', 256), 48)"),
+        ] {
+            let is_free = format!("SELECT IS_FREE_LOCK(CONCAT('lockkit-life:', {guess}))");
+            assert_eq!(admin.value(&is_free).await, "1", "{guess}");
+        }
+        // It has one, by which others know the life.
+        cycle(&beside, "a").await;
+        assert_eq!(admin.value(read).await, number.to_string());
+        numbers.push(number);
+    }
+    assert_ne!(numbers[0], numbers[1]);
 }
 
 /// One statement raises 500.
