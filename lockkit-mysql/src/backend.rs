@@ -1,6 +1,10 @@
 //! The backend: connecting, and the core's [`Backend`].
 
-use std::{fmt, sync::Arc, time::Duration};
+use std::{
+    fmt,
+    sync::{Arc, LazyLock, OnceLock},
+    time::Duration,
+};
 
 use async_trait::async_trait;
 use lockkit_core::{
@@ -25,7 +29,7 @@ use crate::{
     list::MySqlLister,
     name_cache::NameCache,
     row_claim::{self, RowClaim},
-    row_sql::{self, RowSql},
+    row_sql::{self, CLOCK, RowSql},
     server::{CONNECT, Server},
     session::Sessions,
 };
@@ -60,7 +64,9 @@ pub(crate) struct Shared {
     pub(crate) names: NameCache,
     pub(crate) server: Server,
     pub(crate) namespace: Arc<str>,
-    pub(crate) server_locks: ServerLocks,
+    /// Is there once the tables are.
+    server_locks: OnceLock<ServerLocks>,
+    database: String,
     /// The secrets that are blanked in whatever the server says.
     pub(crate) secrets: Secrets,
     mode: Mode,
@@ -77,16 +83,73 @@ impl Shared {
         }
         let words = std::error::Error::source(&error).map_or_else(String::new, chain);
         if self.mode == Mode::Lease {
-            let advice = "what was held is held no more; stop what locks, then connect anew, which makes it";
+            let advice = "what was held is held no more; stop what locks, then connect anew: the next acquisition makes it";
             return Error::permanent(NAME, "acquire", format!("{words} ({advice})"));
         }
         let control = &self.sessions.control;
-        if let Err(why) = control.prepare("acquire", self.mode, self.schema).await {
+        if let Err(why) = control.prepare("acquire", self.mode, self.schema, true).await {
             return why;
         }
         // What it has noted in the tables is gone, too. The next connection notes it anew.
         control.close().await;
         Error::transient(NAME, "acquire", format!("{words} (it is made anew; try again)"))
+    }
+
+    /// Makes missing tables, and reads what those who lock share. Once is enough. Whoever only looks makes nothing.
+    pub(crate) async fn prepare(&self, operation: &'static str) -> Result<&ServerLocks> {
+        if let Some(locks) = self.server_locks.get() {
+            return Ok(locks);
+        }
+        // Several tasks may come here at once, and do it all again: none waits for another that nobody polls.
+        let control = &self.sessions.control;
+        control.prepare(operation, self.mode, self.schema, true).await?;
+        let locks = match self.mode {
+            Mode::Lease => ServerLocks::new(&control.secret(operation).await?, &self.database),
+            Mode::ForUpdate => ServerLocks::default(),
+        };
+        Ok(self.server_locks.get_or_init(|| locks))
+    }
+
+    /// Returns the server locks of leases without writing. Those that nobody has before the first acquisition.
+    pub(crate) async fn find_server_locks(&self, operation: &'static str) -> Result<&ServerLocks> {
+        static NOBODYS: LazyLock<ServerLocks> = LazyLock::new(ServerLocks::default);
+
+        if let Some(locks) = self.server_locks.get() {
+            return Ok(locks);
+        }
+        let secret = self.sessions.control.read_secret(operation).await;
+        let secret = self.unless_unmade(operation, secret).await?.flatten();
+        Ok(match secret {
+            Some(secret) => {
+                let locks = ServerLocks::new(&secret, &self.database);
+                self.server_locks.get_or_init(|| locks)
+            }
+            None => LazyLock::force(&NOBODYS),
+        })
+    }
+
+    /// Returns what was read. `None` if there are no tables yet, so that nobody holds and no token was drawn.
+    ///
+    /// # Errors
+    /// Also if the account may not read a table, or only some are there: it cannot be told who holds.
+    pub(crate) async fn unless_unmade<T>(
+        &self,
+        operation: &'static str,
+        read: Result<T>,
+    ) -> Result<Option<T>> {
+        match read {
+            Err(error) if error::lacks_a_table(&error) => {
+                if self.sessions.control.has_no_tables(operation, self.mode).await? {
+                    return Ok(None);
+                }
+                let words = std::error::Error::source(&error).map_or_else(String::new, chain);
+                let what = format!(
+                    "{words} (others are there: they are just being made, or somebody has dropped it)"
+                );
+                Err(Error::transient(NAME, operation, what))
+            }
+            read => read.map(Some),
+        }
     }
 
     /// Returns the server's state of a session's statement. `None` if the session is idle or gone, or its id may be another's. Of a
@@ -107,18 +170,19 @@ impl Shared {
 }
 
 impl MySqlBackend {
-    /// Connects, checks that the server's locks can be relied on, and creates missing tables.
+    /// Connects, and checks that the server's locks can be relied on. Writes nothing: the first acquisition creates missing tables. Until then
+    /// nobody holds, and who may only read can look.
     ///
     /// # Errors
     /// - [`Error::InvalidOptions`] for an option that cannot be kept.
     /// - [`Error::Unsupported`] for a server that cannot keep locks: a Galera cluster, group replication with several primaries, a
     ///   read-only server, a server without `SKIP LOCKED`, with row locks one with a pool of threads, or a proxy that does not
     ///   forward `wait_timeout`.
-    /// - [`Error::Backend`] if the server cannot be reached or refuses the account; or if tables are missing that are not to be
-    ///   created here, with the statements that create them.
+    /// - [`Error::Backend`] if the server cannot be reached or refuses the account; or with [`Schema::Manual`] if tables are missing, with the
+    ///   statements that create them.
     ///
     /// # Cancel safety
-    /// May be dropped at any await. Tables that were created stay.
+    /// May be dropped at any await.
     pub async fn connect(config: MySqlConfig) -> Result<Self> {
         let target = config.target()?;
         let secrets = Secrets::of_passwords(&target.password);
@@ -136,12 +200,10 @@ impl MySqlBackend {
             config.max_connections,
         );
         let (_, server) = sessions.control.connect(CONNECT).await?;
-        let tables = sessions.control.prepare(CONNECT, config.mode, config.schema);
+        let tables = sessions
+            .control
+            .prepare(CONNECT, config.mode, config.schema, false);
         tables.await?;
-        let server_locks = match config.mode {
-            Mode::Lease => sessions.control.server_locks(&target.database).await?,
-            Mode::ForUpdate => ServerLocks::default(),
-        };
         // Opening a session checks that the server keeps its `wait_timeout`.
         let first = sessions.get(CONNECT, lease_claim::WAIT_TIMEOUT).await?;
         sessions.put(first).await;
@@ -151,7 +213,8 @@ impl MySqlBackend {
             names: NameCache::default(),
             server,
             namespace: config.namespace.as_str().into(),
-            server_locks,
+            server_locks: OnceLock::new(),
+            database: target.database,
             secrets,
             mode: config.mode,
             schema: config.schema,
@@ -177,7 +240,12 @@ impl MySqlBackend {
             Mode::ForUpdate => row_sql::fence(),
             Mode::Lease => lease_sql::fence(),
         };
-        let reply = self.shared.sessions.control.read(operation, read).await?;
+        let control = &self.shared.sessions.control;
+        let found = control.read(operation, read).await;
+        let reply = match self.shared.unless_unmade(operation, found).await? {
+            Some(reply) => reply,
+            None => control.read(operation, format!("SELECT {CLOCK}")).await?,
+        };
         let row = reply
             .last()
             .first()
@@ -230,7 +298,12 @@ impl Backend for MySqlBackend {
             if request.mode != spi::Mode::Exclusive {
                 return Err(Error::unsupported(NAME, ROW_LOCKS_INSTEAD));
             }
-            return Ok(Box::new(LeaseClaim::new(self.shared.clone(), request.clone())));
+            let locks = self.shared.prepare("acquire").await?;
+            return Ok(Box::new(LeaseClaim::new(
+                self.shared.clone(),
+                request.clone(),
+                locks,
+            )));
         }
         if let spi::Mode::Permits(permits) = request.mode
             && permits.get() > row_sql::MAX_PERMITS
@@ -243,6 +316,7 @@ impl Backend for MySqlBackend {
                 ),
             ));
         }
+        self.shared.prepare("acquire").await?;
         let key = Key::new(&self.shared.namespace, request.mode.kind(), &request.name);
         let sql = RowSql::new(key, request.mode, self.shared.server.flavour);
         Ok(Box::new(RowClaim::new(self.shared.clone(), request.clone(), sql)))
@@ -285,6 +359,7 @@ impl Backend for MySqlBackend {
 
         check(above, MOST)?;
         require_runtime(NAME, OPERATION)?;
+        self.shared.prepare(OPERATION).await?;
         let raise = match self.mode {
             Mode::ForUpdate => row_sql::raise_fence(above.get()),
             Mode::Lease => lease_sql::raise_fence(above.get()),

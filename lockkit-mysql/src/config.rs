@@ -80,7 +80,7 @@ pub enum Mode {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Schema {
-    /// The backend creates missing tables when it connects.
+    /// The first acquisition creates missing tables.
     #[default]
     Auto,
     /// You create them, with the statements of [`ddl`](crate::ddl). The account needs no right to create tables. If one is missing,

@@ -22,8 +22,7 @@ use crate::{
     Mode, NAME, Schema,
     connection::{Reply, ResumableConnection, column},
     error::{self, During, code},
-    lease_sql::ServerLocks,
-    random,
+    lease_sql, random,
     relay::Route,
     row_sql, schema,
     server::{self, Server},
@@ -240,29 +239,62 @@ impl Control {
         Err(Error::transient(NAME, operation, what))
     }
 
-    /// Creates or checks the tables.
-    pub(crate) async fn prepare(&self, operation: &'static str, mode: Mode, schema: Schema) -> Result<()> {
+    /// Checks the tables, and creates missing ones if `schema` allows and `makes` is true. As [`query`](Self::query), it begins again on a
+    /// new connection if the existing one has ended.
+    pub(crate) async fn prepare(
+        &self,
+        operation: &'static str,
+        mode: Mode,
+        schema: Schema,
+        makes: bool,
+    ) -> Result<()> {
         let work = async move |mut state: OwnedMutexGuard<State>| {
+            let was_connected = state.connection.is_some();
             state.open(operation).await?;
-            match &mut state.connection {
-                Some(connection) => schema::prepare(operation, connection, mode, schema).await,
-                None => Err(Error::transient(NAME, operation, "the connection has ended")),
+            match state.prepare(operation, mode, schema, makes).await {
+                Err(_) if was_connected && state.connection.is_none() => {
+                    state.open(operation).await?;
+                    state.prepare(operation, mode, schema, makes).await
+                }
+                prepared => prepared,
             }
         };
         self.with(operation, work).await
     }
 
-    /// Reads the secret of which the names of the server's locks are made for waiters of leases. Writes only if there is none.
-    pub(crate) async fn server_locks(&self, database: &str) -> Result<ServerLocks> {
-        const OPERATION: &str = "connect";
-
-        let mut reply = self.query(OPERATION, ServerLocks::READ_SECRET.to_owned()).await?;
-        if reply.last().is_empty() {
-            reply = self.query(OPERATION, ServerLocks::make_secret()?).await?;
+    /// True if there is none of the tables, so that nobody holds.
+    ///
+    /// # Errors
+    /// Also for an account that may not read one of them: it is not told whether that is there.
+    pub(crate) async fn has_no_tables(&self, operation: &'static str, mode: Mode) -> Result<bool> {
+        for table in schema::names(mode) {
+            match self
+                .query(operation, format!("SELECT 1 FROM {table} LIMIT 0"))
+                .await
+            {
+                Ok(_) => return Ok(false),
+                Err(error) if error::lacks_a_table(&error) => {}
+                Err(error) => return Err(error),
+            }
         }
+        Ok(true)
+    }
+
+    /// Reads the secret of which the names of the server's locks are made for waiters of leases. There is none before the first acquisition.
+    pub(crate) async fn read_secret(&self, operation: &'static str) -> Result<Option<Vec<u8>>> {
+        let reply = self.query(operation, lease_sql::READ_SECRET.to_owned()).await?;
+        let secret = reply.last().first().map(|row| column(row, 0));
+        secret.transpose().during(operation)
+    }
+
+    /// Reads that secret. Writes only if there is none.
+    pub(crate) async fn secret(&self, operation: &'static str) -> Result<Vec<u8>> {
+        if let Some(secret) = self.read_secret(operation).await? {
+            return Ok(secret);
+        }
+        let reply = self.query(operation, lease_sql::make_secret(operation)?).await?;
         let row = reply.last().first().ok_or(sqlx::Error::RowNotFound);
-        let secret: Vec<u8> = row.and_then(|row| column(row, 0)).during(OPERATION)?;
-        Ok(ServerLocks::new(&secret, database))
+        row.and_then(|row| column(row, 0)).during(operation)
     }
 
     /// Returns those of these sessions that the server still has. Returns none if this connection has ended, since the ids mean
@@ -424,6 +456,23 @@ impl State {
         self.connection
             .as_ref()
             .is_some_and(|connection| connection.is_overdue(DEAD_AFTER))
+    }
+
+    async fn prepare(
+        &mut self,
+        operation: &'static str,
+        mode: Mode,
+        schema: Schema,
+        makes: bool,
+    ) -> Result<()> {
+        let Some(connection) = &mut self.connection else {
+            return Err(sqlx::Error::WorkerCrashed).during(operation);
+        };
+        let prepared = schema::prepare(operation, connection, mode, schema, makes).await;
+        if connection.is_closed() {
+            self.connection = None;
+        }
+        prepared
     }
 
     async fn kill(&mut self, operation: &'static str, kill: String) -> Result<KillOutcome> {

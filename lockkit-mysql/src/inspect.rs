@@ -54,24 +54,32 @@ impl Shared {
         let key = Key::new(&self.namespace, kind, name);
         let question = row_sql::holders(&key, self.server.flavour, kind);
         let control = &self.sessions.inspections;
-        let mut found =
-            read(&control.read(operation, question.clone()).await?, shown_row).during(operation)?;
-        for _ in 1..READS {
-            if !found.0.is_empty() {
-                break;
+        let mut question_now = question.clone();
+        let mut reads = 1;
+        loop {
+            let reply = control.read(operation, question_now).await;
+            let Some(reply) = self.unless_unmade(operation, reply).await? else {
+                return Ok((Vec::new(), 0));
+            };
+            let found = read(&reply, shown_row).during(operation)?;
+            if !found.0.is_empty() || reads == READS {
+                return Ok(found);
             }
-            let again = format!("{BETWEEN_READS}; {question}");
-            found = read(&control.read(operation, again).await?, shown_row).during(operation)?;
+            reads += 1;
+            question_now = format!("{BETWEEN_READS}; {question}");
         }
-        Ok(found)
     }
 
     /// Reads who holds a lease.
     pub(crate) async fn inspect_lease(&self, name: &LockName, kind: LockKind) -> Result<LockState> {
         let key = Key::new(&self.namespace, kind, name);
-        let question = lease_sql::holder(&self.server_locks, &key, self.server.flavour);
-        let reply = self.sessions.control.read("inspect", question).await?;
-        Ok(state(read(&reply, lease_row).during("inspect")?))
+        let locks = self.find_server_locks("inspect").await?;
+        let question = lease_sql::holder(locks, &key, self.server.flavour);
+        let reply = self.sessions.control.read("inspect", question).await;
+        Ok(state(match self.unless_unmade("inspect", reply).await? {
+            Some(reply) => read(&reply, lease_row).during("inspect")?,
+            None => (Vec::new(), 0),
+        }))
     }
 
     /// Asks the holder of the lease with this token to give it up. Its next renewal tells it.
@@ -84,7 +92,10 @@ impl Shared {
         let key = Key::new(&self.namespace, kind, name);
         let control = &self.sessions.control;
         let since = Instant::now();
-        let reply = control.query("revoke", lease_sql::ask_back(&key, token)).await?;
+        let reply = control.query("revoke", lease_sql::ask_back(&key, token)).await;
+        let Some(reply) = self.unless_unmade("revoke", reply).await? else {
+            return Ok(None);
+        };
         let Some(row) = reply.last().first() else {
             // It may be held, and not have been written.
             if server::says_read_only(&control.query("revoke", row_sql::proof()).await?) {
@@ -100,11 +111,15 @@ impl Shared {
     pub(crate) async fn revoke_lease(&self, name: &LockName, kind: LockKind, token: u64) -> Result<bool> {
         let key = Key::new(&self.namespace, kind, name);
         let control = &self.sessions.control;
-        let (free, wake) = lease_sql::revoke(&self.server_locks, &key, token);
+        let locks = self.find_server_locks("revoke").await?;
+        let (free, wake) = lease_sql::revoke(locks, &key, token);
         // The connection may have ended. This replaces it. The next request is not to be sent twice: its second reply would
         // be that there is no such hold.
         control.query("revoke", "DO 0".to_owned()).await?;
-        let reply = control.query_once("revoke", free).await?;
+        let reply = control.query_once("revoke", free).await;
+        let Some(reply) = self.unless_unmade("revoke", reply).await? else {
+            return Ok(false);
+        };
         let is_freed = reply.affected(0) == 1;
         if !is_freed && server::says_read_only(&control.query("revoke", row_sql::proof()).await?) {
             return Err(server::read_only("revoke", "read_only"));

@@ -20,7 +20,7 @@ use crate::{
     control::AbandonedSession,
     error::{self, During, code},
     layout::Key,
-    lease_sql::{LeaseSql, QUEUES_FOR, SLEEPS_FOR, sleeper},
+    lease_sql::{LeaseSql, QUEUES_FOR, SLEEPS_FOR, ServerLocks, sleeper},
     server,
     session::{REPLY_TIMEOUT, Session},
 };
@@ -103,10 +103,10 @@ enum RowState {
 }
 
 impl LeaseClaim {
-    pub(crate) fn new(shared: Arc<Shared>, request: ClaimRequest) -> Self {
+    pub(crate) fn new(shared: Arc<Shared>, request: ClaimRequest, locks: &ServerLocks) -> Self {
         let key = Key::new(&shared.namespace, request.mode.kind(), &request.name);
         Self {
-            sql: LeaseSql::new(&key, &shared, &request),
+            sql: LeaseSql::new(&key, locks, shared.server.flavour, &request),
             shared,
             shortest_ttl: request.ttl,
             request,

@@ -9,7 +9,6 @@ use lockkit_core::{
 use sha2::{Digest, Sha256};
 
 use crate::{
-    backend::Shared,
     connection::Reply,
     control::{Epoch, TIMER_LOCK},
     layout::{Key, Range, hexadecimal, literal, literal_or_null},
@@ -58,16 +57,16 @@ pub(crate) struct LeaseSql {
 }
 
 impl LeaseSql {
-    pub(crate) fn new(key: &Key, shared: &Shared, request: &ClaimRequest) -> Self {
+    pub(crate) fn new(key: &Key, locks: &ServerLocks, flavour: Flavour, request: &ClaimRequest) -> Self {
         let owner_id = request.owner.get();
         Self {
             key: key.clone(),
             owner_id,
             owner: literal(&owner_id.to_be_bytes()),
-            queue_lock: shared.server_locks.queue(key),
-            sleep_lock: shared.server_locks.sleep(key),
-            asleep_lock: shared.server_locks.asleep(key),
-            flavour: shared.server.flavour,
+            queue_lock: locks.queue(key),
+            sleep_lock: locks.sleep(key),
+            asleep_lock: locks.asleep(key),
+            flavour,
             label: literal_or_null(request.label.as_deref()),
             full_name: literal_or_null(key.full_name(&request.name)),
             micros: request.ttl.as_micros(),
@@ -349,6 +348,19 @@ fn wake(sleep_lock: &str, asleep_lock: &str, sleeper: u64) -> String {
     format!("KILL QUERY IF(IS_USED_LOCK({asleep_lock})={sleeper}, {sleeper}, {woken})")
 }
 
+/// Reads the secret of the table, of which the names of the server's own locks are made.
+pub(crate) const READ_SECRET: &str = "SELECT owner FROM lockkit_lease WHERE name=x''";
+
+/// Returns the statements that give the table its secret, unless another client does first, and then read it. It is in a row without
+/// a name, which is no lock's. If somebody deletes that, newcomers are not in one queue with those who read it before: then a release
+/// may not wake the next in line, who looks once a second.
+pub(crate) fn make_secret(operation: &'static str) -> Result<String> {
+    let secret = literal(&random::<16>(operation)?);
+    Ok(format!(
+        "INSERT IGNORE INTO lockkit_lease (name, owner, expires, token, latest) VALUES (x'', {secret}, 0, 0, 0); {READ_SECRET}"
+    ))
+}
+
 /// The names of the server's own locks. Any account of the server may take any of them, and whoever has the queue lock of a name keeps
 /// that from all others. So a name cannot be computed without what only those can read who may use the table.
 #[derive(Debug, Default)]
@@ -358,20 +370,6 @@ pub(crate) struct ServerLocks {
 }
 
 impl ServerLocks {
-    /// Reads the secret of the table, of which the names are made.
-    pub(crate) const READ_SECRET: &str = "SELECT owner FROM lockkit_lease WHERE name=x''";
-
-    /// Returns the statements that give the table its secret, unless another client does first, and then read it. It is in a row without
-    /// a name, which is no lock's. If somebody deletes that, newcomers are not in one queue with those who read it before: then a release
-    /// may not wake the next in line, who looks once a second.
-    pub(crate) fn make_secret() -> Result<String> {
-        let secret = literal(&random::<16>("connect")?);
-        Ok(format!(
-            "INSERT IGNORE INTO lockkit_lease (name, owner, expires, token, latest) VALUES (x'', {secret}, 0, 0, 0); {}",
-            Self::READ_SECRET
-        ))
-    }
-
     pub(crate) fn new(secret: &[u8], database: &str) -> Self {
         Self {
             secret: hexadecimal(secret),

@@ -70,8 +70,9 @@ impl MySqlLister {
             question = format!("{BEGINS_AFTER}; {question}");
         }
         self.has_begun = true;
-        let mut reply = self.shared.sessions.inspections.read(OPERATION, question).await?;
-        Ok(reply.take_last())
+        let reply = self.shared.sessions.inspections.read(OPERATION, question).await;
+        let reply = self.shared.unless_unmade(OPERATION, reply).await?;
+        Ok(reply.map_or_else(Vec::new, |mut reply| reply.take_last()))
     }
 
     fn hold(&self, row: &MySqlRow) -> sqlx::Result<Holder> {
@@ -93,21 +94,25 @@ impl MySqlLister {
     /// Returns the number of waiters of each of these names that has any.
     async fn waiters(&self, kind: LockKind, page: &[Held]) -> Result<HashMap<Key, usize>> {
         let shared = &self.shared;
+        if page.is_empty() {
+            return Ok(HashMap::new());
+        }
+        let locks = match self.mode {
+            Mode::ForUpdate => None,
+            Mode::Lease => Some(shared.find_server_locks(OPERATION).await?),
+        };
         let waits: HashMap<Vec<u8>, &Key> = page
             .iter()
             .flat_map(|held| {
                 let flavour = shared.server.flavour;
-                let statements = match self.mode {
-                    Mode::ForUpdate => row_sql::waits(&held.key, flavour, kind),
-                    Mode::Lease => lease_sql::waits(&shared.server_locks, &held.key, flavour).into(),
+                let statements = match locks {
+                    None => row_sql::waits(&held.key, flavour, kind),
+                    Some(locks) => lease_sql::waits(locks, &held.key, flavour).into(),
                 };
                 statements.into_iter().map(|sql| (sql.into_bytes(), &held.key))
             })
             .collect();
         let mut waiters = HashMap::new();
-        if waits.is_empty() {
-            return Ok(waiters);
-        }
         let question = row_sql::count_waits(waits.keys());
         let reply = shared.sessions.inspections.query(OPERATION, question).await?;
         for row in reply.last() {

@@ -240,7 +240,8 @@ impl RowClaim {
     }
 
     async fn enter(&mut self, patience: Duration) -> Result<Step> {
-        let session = self.shared.sessions.get("acquire", self.seconds).await?;
+        let sessions = &self.shared.sessions;
+        let session = sessions.get_in_life("acquire", self.seconds).await?;
         let is_likely_taken = self.shared.names.was_taken(self.sql.key());
         if is_likely_taken && !patience.is_zero() && !self.sql.is_permit() {
             // A try would be in vain.

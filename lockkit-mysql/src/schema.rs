@@ -1,4 +1,4 @@
-//! The tables, which are created or checked when the client connects.
+//! The tables, which are checked when the client connects, and created by its first acquisition.
 
 use lockkit_core::{Error, Result};
 
@@ -112,38 +112,39 @@ fn statements<'a>(tables: impl Iterator<Item = &'a (&'static str, &'static str)>
     tables.flat_map(|(_, table)| [*table, ";\n"]).collect()
 }
 
-/// Creates missing tables if `schema` allows, and checks all.
+/// Returns the names of the tables. The last one is that in which a lock is taken.
+pub(crate) fn names(mode: Mode) -> impl Iterator<Item = &'static str> {
+    tables(mode).iter().rev().map(|(name, _)| *name)
+}
+
+/// Checks the tables, and creates missing ones if `schema` allows and `makes` is true. Without that, nothing is written.
 ///
 /// # Errors
-/// With the statements to run, if tables are missing after that. If a table is not as it has to be.
+/// With the statements to run, if tables are missing after that, and would not be created later. If a table is not as it has to be.
 pub(crate) async fn prepare(
     operation: &'static str,
     connection: &mut ResumableConnection,
     mode: Mode,
     schema: Schema,
+    makes: bool,
 ) -> Result<()> {
-    let mut missing = check(
-        operation,
-        &connection.query(question(mode)).await.during(operation)?,
-        mode,
-    )?;
-    if missing.is_empty() {
-        return Ok(());
-    }
+    let mut missing = find_missing(operation, connection, mode).await?;
     if schema == Schema::Auto {
-        for (name, table) in tables(mode) {
+        if !makes {
+            return Ok(());
+        }
+        // The one in which locks are taken comes last: while it is missing, nobody holds.
+        for (name, table) in tables(mode).iter().rev() {
             if missing.contains(name) {
                 connection.query((*table).to_owned()).await.during(operation)?;
             }
         }
-        missing = check(
-            operation,
-            &connection.query(question(mode)).await.during(operation)?,
-            mode,
-        )?;
-        if missing.is_empty() {
-            return Ok(());
+        if !missing.is_empty() {
+            missing = find_missing(operation, connection, mode).await?;
         }
+    }
+    if missing.is_empty() {
+        return Ok(());
     }
     let statements = statements(tables(mode).iter().filter(|(name, _)| missing.contains(name)));
     // On one line, so that they can be copied from a log.
@@ -156,6 +157,15 @@ pub(crate) async fn prepare(
             missing.join(", ")
         ),
     ))
+}
+
+async fn find_missing(
+    operation: &'static str,
+    connection: &mut ResumableConnection,
+    mode: Mode,
+) -> Result<Vec<&'static str>> {
+    let reply = connection.query(question(mode)).await.during(operation)?;
+    check(operation, &reply, mode)
 }
 
 fn question(mode: Mode) -> String {
@@ -218,7 +228,7 @@ fn check(operation: &'static str, reply: &Reply, mode: Mode) -> Result<Vec<&'sta
                 NAME,
                 format!(
                     "table `{table}` whose column `name` is not VARBINARY(255): with other types, two names can be one; \
-                     drop the table while no lock is held, and connecting makes it anew"
+                     drop the table while no lock is held, and the next acquisition makes it anew"
                 ),
             ));
         }

@@ -44,7 +44,7 @@ pub(crate) struct Session {
     pub(crate) id: u64,
     /// The epoch of the id.
     pub(crate) epoch: Epoch,
-    /// The number of the server's life; 0 for leases, which need none.
+    /// The number of the server's life. 0 for leases, which need none, and until it [is needed](Sessions::get_in_life).
     pub(crate) life: u64,
     /// The server lock that this session alone ever had.
     marker: String,
@@ -135,6 +135,41 @@ impl Sessions {
         match self.take_idle(wait_timeout) {
             Some(session) => Ok(session),
             None => self.open(operation, wait_timeout).await,
+        }
+    }
+
+    /// Returns a session that knows the number of the server's life, else as [`get`](Self::get) does.
+    ///
+    /// # Errors
+    /// As `get`. If the life has no number and can be given none.
+    pub(crate) async fn get_in_life(&self, operation: &'static str, wait_timeout: u32) -> Result<Session> {
+        loop {
+            let mut session = self.get(operation, wait_timeout).await?;
+            if session.life != 0 {
+                return Ok(session);
+            }
+            let was_idle = !session.is_proven;
+            let asked = session.query(wait_timeout, format!("{}; ROLLBACK", row_sql::life()));
+            let reply = if was_idle {
+                timeout(REPLY_TIMEOUT, asked).await.ok()
+            } else {
+                Some(asked.await)
+            };
+            let reply = match reply {
+                Some(Err(error)) if session.ended_idle(&error) => None,
+                reply => reply,
+            };
+            let Some(reply) = reply else {
+                // It had ended while it was idle, or is dead. Other idle ones may be so, too.
+                self.discard_idle();
+                continue;
+            };
+            session.life = match reply.during(operation)?.row(0) {
+                Some(row) => column(row, 0).during(operation)?,
+                None => self.begin_life(operation, wait_timeout, &mut session).await?,
+            };
+            session.is_proven = true;
+            return Ok(session);
         }
     }
 
@@ -332,10 +367,6 @@ impl Sessions {
                 ),
             ));
         }
-        let life = match self.mode {
-            Mode::ForUpdate => self.life(operation, &mut connection).await?,
-            Mode::Lease => 0,
-        };
         {
             let mut longest = self.longest_timeout.lock();
             let before = if longest.0 == epoch.number { longest.1 } else { 0 };
@@ -345,7 +376,7 @@ impl Sessions {
             connection,
             id,
             epoch,
-            life,
+            life: 0,
             marker,
             wait_timeout: Some(wait_timeout),
             setting: None,
@@ -359,16 +390,16 @@ impl Sessions {
         })
     }
 
-    /// Returns the number of the server's life as this session sees it. Gives it one if it has none.
-    async fn life(&self, operation: &'static str, connection: &mut ResumableConnection) -> Result<u64> {
-        let reply = connection.query(format!("{}; ROLLBACK", row_sql::life())).await;
-        if let Some(row) = reply.during(operation)?.row(0) {
-            return column(row, 0).during(operation);
-        }
+    /// Gives the server's life a number, and checks that it is the life of this session.
+    async fn begin_life(
+        &self,
+        operation: &'static str,
+        wait_timeout: u32,
+        session: &mut Session,
+    ) -> Result<u64> {
         let life = self.control.begin_life(operation).await?;
-        let reply = connection
-            .query(format!("{}; ROLLBACK", row_sql::is_in_life(life)))
-            .await;
+        let is_in_life = format!("{}; ROLLBACK", row_sql::is_in_life(life));
+        let reply = session.query(wait_timeout, is_in_life).await;
         if reply.during(operation)?.row(0).is_none() {
             let what = "connections of one client reach a server before and after it came back";
             return Err(Error::transient(NAME, operation, what));
@@ -577,10 +608,6 @@ mod tests {
                 crate::Mode::ForUpdate,
                 1,
             );
-            let tables = sessions
-                .control
-                .prepare("connect", crate::Mode::ForUpdate, crate::Schema::Auto);
-            tables.await.unwrap();
             let session = sessions.get("acquire", 10).await.unwrap();
             sessions.put(session).await;
             for session in &mut *sessions.idle.lock() {

@@ -2,7 +2,7 @@
 
 use std::{io, time::Duration};
 
-use lockkit_core::{AcquireOptions, Error, Revocation, spi::chain};
+use lockkit_core::{AcquireOptions, Error, FencingToken, LockClient, Result, Revocation, spi::chain};
 use lockkit_mysql::{Mode, MySqlConfig, Schema, ddl};
 use lockkit_testbed::mysql::{Flavour, MySql};
 use tokio::net::{TcpListener, TcpStream};
@@ -14,6 +14,8 @@ use crate::servers::{
 
 for_each_flavour! {
     tables_that_are_missing_are_printed_and_not_made
+    looking_makes_no_table
+    who_may_not_read_is_told_of_no_free_lock
     the_rights_on_the_tables_are_enough
     an_account_without_rights_keeps_no_lease_from_others
     tables_that_cannot_exclude_are_refused
@@ -65,6 +67,107 @@ async fn tables_that_are_missing_are_printed_and_not_made(flavour: Flavour) {
         admin.run(statements).await;
         let client = connect(config).await.unwrap();
         cycle(&client, "a").await;
+    }
+}
+
+/// Another account, which may read these tables of the database.
+async fn reader(flavour: Flavour, admin: &mut Admin, mode: Mode, tables: &str) -> LockClient {
+    let database = admin.value("SELECT DATABASE()").await;
+    let user = format!("r{:016x}", fastrand::u64(..));
+    admin
+        .run(&format!(
+            "CREATE USER '{user}'@'%' IDENTIFIED BY 'pw'; GRANT SELECT ON {database}.{tables} TO '{user}'@'%'"
+        ))
+        .await;
+    let url = format!("mysql://{user}:pw@{}/{database}", shared(flavour).addr());
+    let mut config = MySqlConfig::new(url);
+    config.mode = mode;
+    connect(config).await.unwrap()
+}
+
+async fn listed(client: &LockClient) -> Result<Vec<String>> {
+    let mut list = client.list("").unwrap();
+    let mut names = Vec::new();
+    while let Some(lock) = list.next().await {
+        names.push(lock?.name.as_str().to_owned());
+    }
+    Ok(names)
+}
+
+/// Nor does connecting. So who may only read can look.
+async fn looking_makes_no_table(flavour: Flavour) {
+    for mode in MODES {
+        let (mut admin, mut config) = database(flavour, "ALL ON HERE.*").await;
+        config.mode = mode;
+        let owner = connect(config).await.unwrap();
+        let reader = reader(flavour, &mut admin, mode, "*").await;
+        for client in [&owner, &reader] {
+            assert!(client.inspect("a").await.unwrap().is_free(), "{mode:?}");
+            assert_eq!(listed(client).await.unwrap(), [""; 0], "{mode:?}");
+            assert!(client.fence().await.unwrap().get() > 0, "{mode:?}");
+        }
+        let token = FencingToken::new(1);
+        assert!(!owner.revoke_by_force("a", token).await.unwrap(), "{mode:?}");
+        let tables = "SELECT COUNT(*) FROM information_schema.TABLES WHERE TABLE_SCHEMA=DATABASE()";
+        assert_eq!(admin.value(tables).await, "0", "{mode:?}");
+        let refused = reader.lock("b").unwrap().try_acquire().await.unwrap_err();
+        assert!(!refused.is_transient(), "{mode:?}: {refused:?}");
+
+        let guard = owner.lock("a").unwrap().acquire().await.unwrap();
+        for client in [&owner, &reader] {
+            assert_eq!(client.inspect("a").await.unwrap().holders.len(), 1, "{mode:?}");
+            assert_eq!(listed(client).await.unwrap(), ["a"], "{mode:?}");
+            assert!(client.fence().await.unwrap() >= guard.token(), "{mode:?}");
+        }
+        let refused = reader.lock("b").unwrap().try_acquire().await.unwrap_err();
+        assert!(
+            !refused.is_transient() && chain(&refused).contains("1142"),
+            "{mode:?}: {refused:?}"
+        );
+        guard.release().await.unwrap();
+    }
+}
+
+/// The server hides tables from those who may not read them.
+async fn who_may_not_read_is_told_of_no_free_lock(flavour: Flavour) {
+    for mode in MODES {
+        let (mut admin, mut config) = database(flavour, "ALL ON HERE.*").await;
+        config.mode = mode;
+        admin.run("CREATE TABLE other (x INT)").await;
+        let owner = connect(config).await.unwrap();
+        let blind = reader(flavour, &mut admin, mode, "other").await;
+        for is_held in [false, true] {
+            let guard = if is_held {
+                Some(owner.lock("a").unwrap().acquire().await.unwrap())
+            } else {
+                None
+            };
+            for answer in [
+                blind.inspect("a").await.map(drop),
+                listed(&blind).await.map(drop),
+                blind.fence().await.map(drop),
+            ] {
+                let error = answer.unwrap_err();
+                assert!(
+                    !error.is_transient() && chain(&error).contains("1142"),
+                    "{mode:?}, {is_held}: {error:?}"
+                );
+            }
+            drop(guard);
+        }
+        if mode == Mode::ForUpdate {
+            // A table that is missing while others are there says nothing either.
+            owner.close(Duration::from_secs(5)).await.unwrap();
+            let reader = reader(flavour, &mut admin, mode, "*").await;
+            admin.run("RENAME TABLE lockkit_holder TO elsewhere").await;
+            for answer in [
+                reader.inspect("a").await.map(drop),
+                listed(&reader).await.map(drop),
+            ] {
+                let text = chain(&answer.unwrap_err());
+                assert!(text.contains("1146"), "{text}");
+            }
+        }
     }
 }
 
@@ -225,11 +328,8 @@ async fn tables_that_cannot_exclude_are_refused(flavour: Flavour) {
 
 async fn many_may_make_the_tables_at_once(flavour: Flavour) {
     let (_admin, config) = database(flavour, "ALL ON HERE.*").await;
-    let all = (0..20).map(|_| connect(config.clone()));
-    for client in futures_util::future::join_all(all).await {
-        let client = client.unwrap();
-        cycle(&client, "a").await;
-    }
+    let all = (0..20).map(async |_| cycle(&connect(config.clone()).await.unwrap(), "a").await);
+    futures_util::future::join_all(all).await;
 }
 
 async fn a_read_only_server_is_refused(flavour: Flavour) {

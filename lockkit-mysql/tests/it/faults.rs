@@ -1200,8 +1200,8 @@ async fn a_server_that_lost_its_data(flavour: Flavour) {
         sleep(Duration::from_millis(50)).await;
         proxy.set_upstream(new.addr());
         old.process().kill().unwrap();
-        // The tables are gone, too. The next client to connect creates them.
-        client(new.addr(), mode).await;
+        // The tables are gone, too. The next client to lock creates them.
+        cycle(&client(new.addr(), mode).await, "made").await;
         let next = timeout(Duration::from_secs(5), other.lock("a").unwrap().acquire())
             .await
             .unwrap()

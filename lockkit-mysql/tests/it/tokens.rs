@@ -642,7 +642,7 @@ async fn tokens_rise_though_another_database_has_the_number(flavour: Flavour) {
     };
     let mut admin = Admin::of(&server).await;
     let last = ticket(&mut admin).await;
-    client(server.addr(), Mode::ForUpdate).await;
+    cycle(&client(server.addr(), Mode::ForUpdate).await, "a").await;
     let number = admin
         .value("SELECT reserved FROM lockkit_fence WHERE name=''")
         .await;
@@ -659,7 +659,8 @@ async fn tokens_rise_though_another_database_has_the_number(flavour: Flavour) {
     let mut tokens = draw(&vec![twin().await; 20]).await;
     let last = ticket(&mut admin).await;
     begin_again(&server, &clock, last).await;
-    let _first = client(server.addr(), Mode::ForUpdate).await;
+    let first = client(server.addr(), Mode::ForUpdate).await;
+    cycle(&first, "a").await;
     tokens.extend(draw(&vec![twin().await; 20]).await);
     assert!(rise(&tokens), "{tokens:?}");
 }
@@ -928,14 +929,16 @@ async fn a_life_has_one_number_while_somebody_is_there(flavour: Flavour) {
     let mut admin = Admin::of(&server).await;
     let number = "SELECT reserved FROM lockkit_fence WHERE name=''";
     let one = client(server.addr(), Mode::ForUpdate).await;
+    cycle(&one, "a").await;
     let first: u64 = admin.value(number).await.parse().unwrap();
     let other = client(server.addr(), Mode::ForUpdate).await;
+    cycle(&other, "a").await;
     assert_eq!(admin.value(number).await, first.to_string());
     for client in [one, other] {
         client.close(Duration::from_secs(5)).await.unwrap();
     }
     eventually("nobody is there", async || admin.sessions().await.is_empty()).await;
-    client(server.addr(), Mode::ForUpdate).await;
+    cycle(&client(server.addr(), Mode::ForUpdate).await, "a").await;
     assert!(admin.value(number).await.parse::<u64>().unwrap() > first);
 }
 
@@ -944,11 +947,16 @@ async fn clients_with_two_numbers_of_one_life_take_turns(flavour: Flavour) {
     let server = private(flavour, &[]);
     let mut admin = Admin::of(&server).await;
     let first = client(server.addr(), Mode::ForUpdate).await;
+    cycle(&first, "b").await;
+    let its_own = admin.sessions().await;
     let one = client(server.addr(), Mode::ForUpdate).await.lock("a").unwrap();
     let mut tokens = draw(std::slice::from_ref(&one)).await;
-    let there_were = admin.sessions().await.len();
     first.close(Duration::from_secs(5)).await.unwrap();
-    eventually("it has left", async || admin.sessions().await.len() < there_were).await;
+    eventually("it has left", async || {
+        let sessions = admin.sessions().await;
+        its_own.iter().all(|id| !sessions.contains(id))
+    })
+    .await;
     let number = "SELECT life FROM lockkit_map WHERE name<>''";
     let before = admin.value(number).await;
     let other = client(server.addr(), Mode::ForUpdate).await.lock("a").unwrap();
@@ -980,6 +988,7 @@ async fn a_life_that_was_given_no_number_grants_nothing(flavour: Flavour) {
     let server = private(flavour, &[]);
     let mut admin = Admin::of(&server).await;
     let one = client(server.addr(), Mode::ForUpdate).await;
+    cycle(&one, "a").await;
     one.close(Duration::from_secs(5)).await.unwrap();
     eventually("nobody is there", async || admin.sessions().await.is_empty()).await;
     admin
@@ -988,7 +997,8 @@ async fn a_life_that_was_given_no_number_grants_nothing(flavour: Flavour) {
              FOR EACH ROW SET NEW.name=IF(NEW.name='', 'elsewhere', NEW.name)",
         )
         .await;
-    let refused = connect(config(server.addr())).await.unwrap_err();
+    let one = connect(config(server.addr())).await.unwrap();
+    let refused = one.lock("a").unwrap().try_acquire().await.unwrap_err();
     assert!(refused.is_transient(), "{refused:?}");
     assert!(format!("{refused:?}").contains("no number"), "{refused:?}");
     admin.run("DROP TRIGGER goes").await;

@@ -13,7 +13,7 @@ use super::{Printed, Table, connecting, meanwhile, says};
 use crate::tool::in_this_process;
 
 const PASSWORD: &str = "canary-hush";
-/// The tables that connecting makes.
+/// The tables that the first acquisition makes.
 const TABLES: [&str; 5] = [
     "lockkit_gate",
     "lockkit_fence",
@@ -58,10 +58,19 @@ fn url(server: &MySql, name: &str) -> String {
     format!("mysql://{name}:{PASSWORD}@{}/{name}", server.addr())
 }
 
+/// Has the tables made, with an account that may.
+fn make_tables(url: &str) {
+    in_this_process(async {
+        let client = super::connect(url).await.unwrap();
+        let lock = client.lock("made").unwrap();
+        lock.acquire().await.unwrap().release().await.unwrap();
+    });
+}
+
 /// An account that lacks a right to the tables, which are there.
 fn lacking(server: &MySql, name: &str, right: &str) -> Printed {
     let url = account(server, name, &[&format!("ALL ON {name}.*")]);
-    in_this_process(async { super::connect(&url).await.map(drop).unwrap() });
+    make_tables(&url);
     let rest = ["SELECT", "INSERT", "UPDATE", "DELETE"].map(|one| if one == right { "USAGE" } else { one });
     let mut statements = format!("REVOKE ALL ON {name}.* FROM {name};");
     for table in TABLES {
@@ -70,13 +79,7 @@ fn lacking(server: &MySql, name: &str, right: &str) -> Printed {
         }
     }
     sql(server, &statements);
-    let error = in_this_process(async {
-        match super::connect(&url).await {
-            Ok(client) => client.lock("job").unwrap().try_acquire().await.unwrap_err(),
-            Err(error) => error,
-        }
-    });
-    super::printed(&error, &url)
+    super::trying(&url)
 }
 
 #[test]
@@ -190,10 +193,10 @@ fn mysql_errors_are_those_of_the_catalogue() {
     );
     table.row(
         "the account may not create the tables",
-        says("CREATE command denied", "grant the account").of("lockkit_gate"),
+        says("CREATE command denied", "grant the account").of("lockkit_holder"),
         rights,
         || {
-            connecting(&account(
+            super::trying(&account(
                 server,
                 "maker",
                 &["SELECT, INSERT, UPDATE, DELETE ON maker.*"],
@@ -206,7 +209,7 @@ fn mysql_errors_are_those_of_the_catalogue() {
         rights,
         || {
             let url = account(server, "hidden", &["ALL ON hidden.*"]);
-            in_this_process(async { super::connect(&url).await.map(drop).unwrap() });
+            make_tables(&url);
             sql(
                 server,
                 "REVOKE ALL ON hidden.* FROM hidden; GRANT CREATE ON hidden.* TO hidden",
@@ -241,7 +244,7 @@ fn mysql_errors_are_those_of_the_catalogue() {
     table.row(
         "a table has another layout",
         says("is not VARBINARY(255)", "drop the table while no lock is held").of("lockkit_gate"),
-        "Find out whose it is. If it is lockkit's, stop all clients and rename it; connecting makes it. Then raise the tokens above the highest `last_token`.",
+        "Find out whose it is. If it is lockkit's, stop all clients and rename it; the next acquisition makes it. Then raise the tokens above the highest `last_token`.",
         || {
             let url = account(server, "other", &["ALL ON other.*"]);
             sql(
@@ -277,7 +280,7 @@ fn mysql_errors_are_those_of_the_catalogue() {
             "dropped_lease",
             "lease",
             "connect anew",
-            "Stop all clients, since what was held is not protected any more; then connect, which makes it, and raise the tokens again if they were.",
+            "Stop all clients, since what was held is not protected any more; then connect and acquire, which makes it, and raise the tokens again if they were.",
         ),
     ] {
         table.row(what, says("doesn't exist", advice).of(name), to_do, move || {
@@ -296,7 +299,9 @@ fn mysql_errors_are_those_of_the_catalogue() {
                 );
                 let error = lock.try_acquire().await.unwrap_err();
                 if mode == "lease" {
-                    super::connect(&url).await.unwrap();
+                    let client = super::connect(&url).await.unwrap();
+                    let lock = client.lock("made").unwrap();
+                    lock.acquire().await.unwrap().release().await.unwrap();
                 }
                 lock.acquire().await.unwrap().release().await.unwrap();
                 error
