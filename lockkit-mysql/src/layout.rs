@@ -83,6 +83,15 @@ impl Range {
         }
     }
 
+    /// Returns the range of this key alone.
+    pub(crate) fn of_key(key: &[u8]) -> Self {
+        Self {
+            begin: key.to_vec(),
+            excludes_begin: false,
+            end: [key, &[0]].concat(),
+        }
+    }
+
     /// Leaves out all keys up to this one.
     pub(crate) fn goes_on_after(&mut self, key: &[u8]) {
         self.begin = key.to_vec();
@@ -204,6 +213,8 @@ mod tests {
                 }
             }
         }
+        let alone = Range::of_key(b"ns:a");
+        assert!(*alone.begin == *b"ns:a" && *alone.end > *b"ns:a" && *alone.end <= *b"ns:a\0");
         let other = Range::of_prefix("n", LockKind::Lock, "");
         assert!(key("ns", LockKind::Lock, "a").as_bytes() >= &*other.end);
         assert!(key("n", LockKind::Semaphore, "a").as_bytes() < &*other.begin);

@@ -23,6 +23,9 @@ const OPERATION: &str = "list";
 /// The number of names on a page.
 const PAGE: usize = 16;
 
+/// The most holds of one request, unless they are of one name. Each has some 1.5 KiB at most, and a reply may have [8 MiB](crate::replies).
+const MOST_HOLDS: usize = 2_000;
+
 /// A hold is shown some milliseconds after its grant. So a listing begins that much later, to show what was held when it was
 /// asked for.
 const BEGINS_AFTER: &str = "DO SLEEP(0.1)";
@@ -60,10 +63,30 @@ impl MySqlLister {
         }
     }
 
-    /// Reads the next names of this range.
-    async fn read(&mut self, range: &Range) -> Result<Vec<MySqlRow>> {
+    /// Reads the holds of the next names of this range, and the key after which there may be more.
+    async fn read(&mut self, range: &Range) -> Result<(Vec<MySqlRow>, Option<Vec<u8>>)> {
+        let mut rows = self.read_holds(range, MOST_HOLDS).await?;
+        let keys: sqlx::Result<Vec<_>> = rows.iter().map(key_of).collect();
+        let mut keys = keys.during(OPERATION)?;
+        if keys.len() < MOST_HOLDS {
+            keys.dedup();
+            let is_full = keys.len() >= PAGE;
+            return Ok((rows, keys.pop().filter(|_| is_full)));
+        }
+        // The last name may have more holds. It begins the next page, or has a request of its own.
+        let begin = keys.iter().position(|key| Some(key) == keys.last()).unwrap_or(0);
+        if begin > 0 {
+            rows.truncate(begin);
+            keys.truncate(begin);
+        } else if let Some(key) = keys.last() {
+            rows = self.read_holds(&Range::of_key(key), usize::MAX).await?;
+        }
+        Ok((rows, keys.pop()))
+    }
+
+    async fn read_holds(&mut self, range: &Range, most: usize) -> Result<Vec<MySqlRow>> {
         let mut question = match self.mode {
-            Mode::ForUpdate => row_sql::page(range, PAGE),
+            Mode::ForUpdate => row_sql::page(range, PAGE, most),
             Mode::Lease => lease_sql::page(range, PAGE),
         };
         if self.mode == Mode::ForUpdate && !self.has_begun {
@@ -127,6 +150,10 @@ impl MySqlLister {
     }
 }
 
+fn key_of(row: &MySqlRow) -> sqlx::Result<Vec<u8>> {
+    column(row, 0)
+}
+
 #[async_trait]
 impl Lister for MySqlLister {
     async fn page(&mut self) -> Result<Option<Vec<ListedLock>>> {
@@ -134,16 +161,11 @@ impl Lister for MySqlLister {
         let Some((kind, range)) = self.kinds.last().cloned() else {
             return Ok(None);
         };
-        let rows = self.read(&range).await?;
+        let (rows, goes_on_after) = self.read(&range).await?;
         let mut page: Vec<Held> = Vec::new();
-        let (mut names, mut last) = (0, None);
         for row in rows {
-            let bytes: Vec<u8> = column(&row, 0).during(OPERATION)?;
+            let key = Key::found(&key_of(&row).during(OPERATION)?);
             let full_name: Option<Vec<u8>> = column(&row, 1).during(OPERATION)?;
-            let is_next = last.as_ref() != Some(&bytes);
-            names += usize::from(is_next);
-            let key = Key::found(&bytes);
-            last = Some(bytes);
             let token: Option<u64> = column(&row, 2).during(OPERATION)?;
             if token.is_none() {
                 continue;
@@ -167,7 +189,7 @@ impl Lister for MySqlLister {
                 });
             }
         }
-        match last.filter(|_| names >= PAGE) {
+        match goes_on_after {
             Some(last) => {
                 if let Some((_, rest)) = self.kinds.last_mut() {
                     rest.goes_on_after(&last);

@@ -317,17 +317,17 @@ pub(crate) fn holders(key: &Key, flavour: Flavour, kind: LockKind) -> String {
     )
 }
 
-/// Returns the holders of the next `names` names of a range, in the order of the names: name, full name, token, label, and the
-/// time for which each is granted and was silent. A name whose holders have gone since it was found has no token, and counts
+/// Returns the holders of the next `names` names of a range, in the order of the names, and `most` of them at most: name, full name, token, label,
+/// and the time for which each is granted and was silent. A name whose holders have gone since it was found has no token, and counts
 /// nevertheless: the range may go on behind it. Reads what is not committed, and locks nothing.
-pub(crate) fn page(range: &Range, names: usize) -> String {
+pub(crate) fn page(range: &Range, names: usize, most: usize) -> String {
     let range = range.as_sql();
     format!(
         "SET TRANSACTION ISOLATION LEVEL READ UNCOMMITTED; \
          SELECT n.name, h.full_name, h.token, h.label, h.seconds, CAST(p.TIME AS SIGNED) \
          FROM (SELECT DISTINCT name FROM lockkit_holder WHERE {range} ORDER BY name LIMIT {names}) n \
          LEFT JOIN lockkit_holder h ON h.name=n.name \
-         LEFT JOIN information_schema.PROCESSLIST p ON p.ID=h.connection ORDER BY n.name, h.token"
+         LEFT JOIN information_schema.PROCESSLIST p ON p.ID=h.connection ORDER BY n.name, h.token LIMIT {most}"
     )
 }
 

@@ -13,10 +13,47 @@ use lockkit_mysql::Mode;
 use lockkit_testbed::mysql::Flavour;
 use tokio::task::JoinSet;
 
-use crate::servers::{client, for_each_flavour, name, private};
+use crate::servers::{Admin, client, cycle, for_each_flavour, name, private};
 
 for_each_flavour! {
     what_is_held_throughout_is_listed_beside_what_goes
+    a_page_is_no_longer_than_a_reply_may_be
+}
+
+/// A semaphore has a thousand holders at most, a shared lock has as many as there are connections. Each describes itself at length.
+async fn a_page_is_no_longer_than_a_reply_may_be(flavour: Flavour) {
+    const NAMES: usize = 12;
+
+    let server = private(flavour, &[]);
+    let mut admin = Admin::of(&server).await;
+    let other = client(server.addr(), Mode::ForUpdate).await;
+    cycle(&other, "made").await;
+    let long = "x".repeat(900);
+    let mut shown = HashMap::new();
+    for index in 0..=NAMES {
+        let name = format!("many/{index:02}/{long}");
+        let row = format!("lockkit:{name}");
+        // One name has more than all holds of a page.
+        let thousands = if index == NAMES { 3 } else { 1 };
+        for thousand in 0..thousands {
+            admin
+                .run(&format!(
+                    "INSERT INTO lockkit_holder (name, connection, token, seconds, label, full_name) \
+                     WITH RECURSIVE s AS (SELECT 1 AS n UNION ALL SELECT n+1 FROM s WHERE n<1000) \
+                     SELECT CONCAT(LEFT('{row}', 191), SHA2('{row}', 256)), 1000000+{thousand}*1000+n, {thousand}*1000+n, 30, \
+                     REPEAT('l', 256), '{name}' FROM s"
+                ))
+                .await;
+        }
+        shown.insert(name, thousands * 1_000);
+    }
+    let mut list = other.list("many/").unwrap();
+    while let Some(lock) = list.next().await {
+        let lock = lock.unwrap();
+        let expected = shown.remove(lock.name.as_str());
+        assert_eq!(Some(lock.state.holders.len()), expected, "{:?}", lock.name);
+    }
+    assert!(shown.is_empty(), "{} are left out", shown.len());
 }
 
 /// A page is of so many names. Some of them are released between two reads of the server's.
