@@ -128,10 +128,10 @@ impl Shared {
         })
     }
 
-    /// Returns what was read. `None` if there are no tables yet, so that nobody holds and no token was drawn.
+    /// Returns what was read. `None` if a table is missing since no lock was taken yet, so that nobody holds and no token was drawn.
     ///
     /// # Errors
-    /// Also if the account may not read a table, or only some are there: it cannot be told who holds.
+    /// Also if the account may not read a table, or one is missing beside those in which locks are taken: it cannot be told who holds.
     pub(crate) async fn unless_unmade<T>(
         &self,
         operation: &'static str,
@@ -139,7 +139,7 @@ impl Shared {
     ) -> Result<Option<T>> {
         match read {
             Err(error) if error::lacks_a_table(&error) => {
-                if self.sessions.control.has_no_tables(operation, self.mode).await? {
+                if self.sessions.control.is_unmade(operation, self.mode).await? {
                     return Ok(None);
                 }
                 let words = std::error::Error::source(&error).map_or_else(String::new, chain);

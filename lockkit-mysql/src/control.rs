@@ -262,12 +262,12 @@ impl Control {
         self.with(operation, work).await
     }
 
-    /// True if there is none of the tables, so that nobody holds.
+    /// True if there is none of the tables in which locks are taken, so that nobody holds.
     ///
     /// # Errors
     /// Also for an account that may not read one of them: it is not told whether that is there.
-    pub(crate) async fn has_no_tables(&self, operation: &'static str, mode: Mode) -> Result<bool> {
-        for table in schema::names(mode) {
+    pub(crate) async fn is_unmade(&self, operation: &'static str, mode: Mode) -> Result<bool> {
+        for table in schema::taken_in(mode) {
             match self
                 .query(operation, format!("SELECT 1 FROM {table} LIMIT 0"))
                 .await

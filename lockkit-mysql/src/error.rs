@@ -152,6 +152,11 @@ pub(crate) fn number(error: &sqlx::Error) -> Option<u16> {
     Some(error.try_downcast_ref::<MySqlDatabaseError>()?.number())
 }
 
+/// True if the server itself says that it has not done what was asked.
+pub(crate) fn is_refusal(error: &sqlx::Error) -> bool {
+    number(error).is_some_and(|number| number != code::MALFORMED_PACKET)
+}
+
 /// True if the connection can not, or should not, be used after this error. A server that has become read-only is left:
 /// another may be the primary by now.
 pub(crate) fn ends_the_session(error: &sqlx::Error) -> bool {

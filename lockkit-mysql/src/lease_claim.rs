@@ -66,8 +66,9 @@ pub(crate) struct LeaseClaim {
     abandoned: Option<AbandonedSession>,
     /// The session that had the sleep lock when this claim released the lock.
     sleeper: Option<u64>,
-    /// True if the latest request was sent more than once, so that the reply may be to the second.
-    was_repeated: bool,
+    /// True if the server may have run the latest request, and what came of it was not read: it was sent more than once, so that the reply
+    /// may be to the second, or it has none.
+    may_have_run: bool,
     /// The token of the hold.
     token: u64,
     /// The token in the row, which may be that of the hold that passed it on.
@@ -86,6 +87,8 @@ enum Stage {
         held: bool,
         /// True if an earlier request may have freed the lock.
         repeats: bool,
+        /// True if the latest request was to free it.
+        asks: bool,
     },
 }
 
@@ -119,7 +122,7 @@ impl LeaseClaim {
             has_queued: false,
             abandoned: None,
             sleeper: None,
-            was_repeated: false,
+            may_have_run: false,
             token: 0,
             shown: 0,
         }
@@ -127,7 +130,8 @@ impl LeaseClaim {
 
     /// Runs a request, over the session at hand or another. The owner in it makes it harmless to run twice.
     async fn query(&mut self, operation: &'static str, request: String) -> Result<Reply> {
-        self.was_repeated = false;
+        let mut was_repeated = false;
+        self.may_have_run = false;
         loop {
             let session = match &mut self.session {
                 Some(session) => session,
@@ -145,6 +149,7 @@ impl LeaseClaim {
             } else {
                 session.send(WAIT_TIMEOUT, request.clone());
             }
+            self.may_have_run = true;
             session.receive().await;
             match session.take_reply() {
                 Ok(mut reply) => {
@@ -152,12 +157,13 @@ impl LeaseClaim {
                         reply.drop_first();
                     }
                     self.sent = sent;
+                    self.may_have_run = was_repeated;
                     session.is_proven = true;
                     return Ok(reply);
                 }
                 // The interruption was meant for a sleep that was over. The request may have done part of its work.
                 Err(error) if error::number(&error) == Some(code::QUERY_INTERRUPTED) => {
-                    self.was_repeated = true;
+                    was_repeated = true;
                     let wait_timeout = self.wait_timeout();
                     if let Some(session) = &mut self.session
                         && session.query(wait_timeout, "ROLLBACK".to_owned()).await.is_err()
@@ -167,6 +173,8 @@ impl LeaseClaim {
                 }
                 Err(error) => {
                     let ended_idle = session.ended_idle(&error);
+                    // A statement that the server has refused has done nothing. Others may have stood before it.
+                    self.may_have_run = was_repeated || self.has_queued || !error::is_refusal(&error);
                     if error::number(&error).is_none() {
                         // The server may not know that the connection has ended, and may still run the request.
                         self.may_renew_late();
@@ -178,7 +186,7 @@ impl LeaseClaim {
                     }
                     // The other idle ones may have ended as well.
                     self.shared.sessions.discard_idle();
-                    self.was_repeated = true;
+                    was_repeated = self.may_have_run;
                     self.kill_abandoned(operation).await?;
                 }
             }
@@ -493,22 +501,39 @@ impl Claim for LeaseClaim {
         self.kill_abandoned("release").await?;
         if self.may_own {
             let (held, mut repeats) = match self.stage {
-                Stage::Releasing { held, repeats } => (held, repeats),
+                Stage::Releasing { held, repeats, asks } => (held, repeats || asks && self.may_have_run),
                 stage => (matches!(stage, Stage::Holding), false),
             };
             let reason = self.why_lost();
             let (is_lost, sleeper) = loop {
-                self.stage = Stage::Releasing { held, repeats: true };
-                let reply = self.query("release", self.sql.release()).await?;
+                self.stage = Stage::Releasing {
+                    held,
+                    repeats,
+                    asks: true,
+                };
+                let reply = match self.query("release", self.sql.release()).await {
+                    // With the table went what was held.
+                    Err(error) if error::lacks_a_table(&error) => break (held, None),
+                    reply => reply?,
+                };
                 if reply.affected(0) == 1 {
                     break (false, sleeper(&reply));
                 }
                 // An earlier request without a reply may have freed the lock, and has woken nobody. This one has not freed it.
-                repeats |= self.was_repeated;
-                self.stage = Stage::Releasing { held, repeats };
+                repeats |= self.may_have_run;
+                self.stage = Stage::Releasing {
+                    held,
+                    repeats,
+                    asks: false,
+                };
                 let (state, sleeper, _) = self.row_state("release").await?;
-                if !matches!(state, RowState::Own) {
-                    break (held && !repeats, sleeper.filter(|_| held && repeats));
+                match state {
+                    RowState::Own => {}
+                    // A release leaves the row: somebody has deleted it.
+                    RowState::Missing => break (held, None),
+                    RowState::Free | RowState::Taken => {
+                        break (held && !repeats, sleeper.filter(|_| held && repeats));
+                    }
                 }
             };
             self.stage = Stage::Idle;

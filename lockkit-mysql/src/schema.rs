@@ -85,9 +85,9 @@ fn tables(mode: Mode) -> &'static [(&'static str, &'static str)] {
     match mode {
         Mode::ForUpdate => &[
             ("lockkit_gate", GATE),
+            ("lockkit_permit", PERMIT),
             ("lockkit_fence", FENCE),
             ("lockkit_map", MAP),
-            ("lockkit_permit", PERMIT),
             ("lockkit_holder", HOLDER),
         ],
         Mode::Lease => &[("lockkit_lease", LEASE)],
@@ -112,9 +112,13 @@ fn statements<'a>(tables: impl Iterator<Item = &'a (&'static str, &'static str)>
     tables.flat_map(|(_, table)| [*table, ";\n"]).collect()
 }
 
-/// Returns the names of the tables. The last one is that in which a lock is taken.
-pub(crate) fn names(mode: Mode) -> impl Iterator<Item = &'static str> {
-    tables(mode).iter().rev().map(|(name, _)| *name)
+/// Returns the names of the tables in which locks are taken. They are made last: while none of them is there, nobody holds and no token was
+/// drawn, whatever others are there.
+pub(crate) fn taken_in(mode: Mode) -> &'static [&'static str] {
+    match mode {
+        Mode::ForUpdate => &["lockkit_gate", "lockkit_permit"],
+        Mode::Lease => &["lockkit_lease"],
+    }
 }
 
 /// Checks the tables, and creates missing ones if `schema` allows and `makes` is true. Without that, nothing is written.
@@ -133,7 +137,7 @@ pub(crate) async fn prepare(
         if !makes {
             return Ok(());
         }
-        // The one in which locks are taken comes last: while it is missing, nobody holds.
+        // Those in which locks are taken come last. Whoever is stopped half-way, as by a demotion, leaves none in use.
         for (name, table) in tables(mode).iter().rev() {
             if missing.contains(name) {
                 connection.query((*table).to_owned()).await.during(operation)?;

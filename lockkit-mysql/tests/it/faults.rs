@@ -51,6 +51,7 @@ for_each_flavour! {
     a_renewal_that_was_cut_off_is_no_shorter_than_is_believed
     a_release_that_is_cut_off_confirms_nothing
     a_release_that_ends_no_session_is_an_error
+    a_release_that_was_refused_is_no_release_later
     an_attempt_that_comes_late_takes_nothing
     an_attempt_that_was_cut_off_takes_nothing
     an_attempt_of_the_dead_keeps_a_lease_for_a_ttl
@@ -652,6 +653,41 @@ async fn a_release_that_ends_no_session_is_an_error(flavour: Flavour) {
     })
     .await;
     cycle(&other, &name).await;
+}
+
+/// The server was read-only for a moment. By the time that it frees what it is asked to, the lock is gone, or somebody else's.
+async fn a_release_that_was_refused_is_no_release_later(flavour: Flavour) {
+    let server = private(flavour, &[]);
+    let mut admin = Admin::of(&server).await;
+    let mut config = config(server.addr());
+    config.mode = Mode::Lease;
+    let backend = MySqlBackend::connect(config).await.unwrap();
+    let other = client(server.addr(), Mode::Lease).await.lock("a").unwrap();
+    for change in [
+        "DELETE FROM lockkit_lease WHERE name='lockkit:a'",
+        "UPDATE lockkit_lease SET expires=0 WHERE name='lockkit:a'",
+        "DROP TABLE lockkit_lease",
+    ] {
+        let request = request("a", spi::Mode::Exclusive);
+        let mut claim = backend.claim(&request).await.unwrap();
+        let grant = claim.attempt(Duration::ZERO).await.unwrap();
+        assert!(grant.is_some(), "{change}");
+        admin.run("SET GLOBAL read_only=1").await;
+        let refused = claim.release().await.unwrap_err();
+        assert!(refused.is_transient(), "{change}: {refused:?}");
+        admin.run(&format!("{change}; SET GLOBAL read_only=0")).await;
+        let next = if change.starts_with("UPDATE") {
+            Some(other.try_acquire().await.unwrap().expect("it is free"))
+        } else {
+            None
+        };
+        let error = claim.release().await.unwrap_err();
+        assert!(error.is_lost(), "{change}: {error:?}");
+        if let Some(next) = next {
+            next.renew().await.unwrap();
+            next.release().await.unwrap();
+        }
+    }
 }
 
 /// The release was abandoned on its way, and its claim has been granted the lock again.

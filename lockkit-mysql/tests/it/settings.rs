@@ -28,6 +28,7 @@ for_each_flavour! {
     a_demotion_that_is_taken_back_ends_no_lease
     a_lease_released_before_a_fail_over_is_free_after_it
     a_demoted_primary_breaks_no_lease
+    a_demotion_while_tables_are_made_leaves_nothing_half
     a_demoted_primary_shows_nothing
     a_lease_that_the_server_shortens_is_refused
     a_longer_ttl_counts_as_the_server_keeps_it
@@ -339,6 +340,40 @@ async fn a_demoted_primary_breaks_no_lease(flavour: Flavour) {
         guard.renew().await.unwrap();
         assert!(client.revoke_by_force("n", guard.token()).await.unwrap());
         assert!(!client.revoke_by_force("n", guard.token()).await.unwrap());
+    }
+}
+
+/// By the first acquisition of all.
+async fn a_demotion_while_tables_are_made_leaves_nothing_half(flavour: Flavour) {
+    let server = private(flavour, &[]);
+    let mut admin = Admin::of(&server).await;
+    for (make, mode) in [
+        ("EXISTS lockkit_map", Mode::ForUpdate),
+        ("EXISTS lockkit_permit", Mode::ForUpdate),
+        ("EXISTS lockkit_gate", Mode::ForUpdate),
+        ("EXISTS lockkit_lease", Mode::Lease),
+    ] {
+        let (addr, mut making) = hold_back(server.addr(), make).await.unwrap();
+        let (client, observer) = (client(addr, mode).await, client(server.addr(), mode).await);
+        let lock = client.lock("a").unwrap();
+        let trying = tokio::spawn(async move { lock.try_acquire().await });
+        making.came().await;
+        admin.run("SET GLOBAL read_only=1").await;
+        drop(making.deliver());
+        let error = timeout(Duration::from_secs(20), trying).await.unwrap().unwrap();
+        let error = error.expect_err("it takes no writes");
+        assert!(error.is_transient(), "{make}: {error:?}");
+        admin.run("SET GLOBAL read_only=0").await;
+        // Some tables are there.
+        assert!(observer.inspect("a").await.unwrap().is_free(), "{make}");
+        assert!(observer.list("").unwrap().next().await.is_none(), "{make}");
+        assert!(observer.fence().await.unwrap().get() > 0, "{make}");
+        cycle(&observer, "a").await;
+        cycle(&client, "a").await;
+        let tables =
+            "SELECT GROUP_CONCAT(TABLE_NAME) FROM information_schema.TABLES WHERE TABLE_SCHEMA=DATABASE()";
+        let tables = admin.value(tables).await;
+        admin.run(&format!("DROP TABLE {tables}")).await;
     }
 }
 
