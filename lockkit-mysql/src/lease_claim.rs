@@ -21,6 +21,7 @@ use crate::{
     error::{self, During, code},
     layout::Key,
     lease_sql::{LeaseSql, QUEUES_FOR, SLEEPS_FOR, ServerLocks, sleeper},
+    row_claim::WAITS_FOR_A_TABLE,
     server,
     session::{REPLY_TIMEOUT, Session},
 };
@@ -216,7 +217,8 @@ impl LeaseClaim {
             None => RowState::Missing,
             Some(1) => RowState::Own,
             Some(2) => RowState::Free,
-            Some(_) => RowState::Taken,
+            Some(0) => RowState::Taken,
+            Some(other) => return Err(no_answer(operation, other)),
         };
         let (sleeper, asked) = (column(row, 1), column(row, 2));
         Ok((state, sleeper.during(operation)?, asked.during(operation)?))
@@ -305,8 +307,14 @@ impl LeaseClaim {
         };
         if !session.has_reply() {
             let state = self.shared.statement_state(session.id, &session.epoch).await?;
-            if state.is_some() {
-                return Ok(false);
+            match state {
+                Some(state) if state.starts_with(WAITS_FOR_A_TABLE) => {
+                    let what =
+                        "the wait for the lock waits for its table, so that nobody knows who has the lock";
+                    return Err(Error::transient(NAME, "acquire", what));
+                }
+                Some(_) => return Ok(false),
+                None => {}
             }
             if !session.has_reply() {
                 self.abandon_wait();
@@ -399,6 +407,12 @@ impl LeaseClaim {
     }
 }
 
+/// The server has said of a row what none says.
+fn no_answer(operation: &'static str, said: u64) -> Error {
+    let why = format!("the server has said {said} of the state of a row, which is no answer");
+    Error::permanent(NAME, operation, why)
+}
+
 /// Returns the tokens of a grant whose first one is this.
 ///
 /// # Errors
@@ -477,7 +491,8 @@ impl Claim for LeaseClaim {
                 // The server was read-only a moment ago.
                 Some(1) => {}
                 Some(2) => break Renewal::Asked,
-                _ => break Renewal::Lost(LossReason::Gone),
+                Some(other) => return Err(no_answer("adopt", other)),
+                None => break Renewal::Lost(LossReason::Gone),
             }
         };
         self.put_back().await;

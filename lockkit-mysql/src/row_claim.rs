@@ -32,7 +32,7 @@ const WAITS_UNASKED: Duration = Duration::from_millis(50);
 
 /// The beginning of the server's state of a session that waits for a table, or for all of them. A wait for a row has no such
 /// state, on either flavour.
-const WAITS_FOR_A_TABLE: &str = "Waiting for ";
+pub(crate) const WAITS_FOR_A_TABLE: &str = "Waiting for ";
 
 #[derive(Debug)]
 pub(crate) struct RowClaim {
@@ -87,7 +87,7 @@ enum Activity {
     Trying { checks_rows: bool },
     /// Leaves the transaction of a try that found the row locked or missing.
     Leaving,
-    /// Waits for the row. The server has not said yet that anybody has it.
+    /// Waits for the row. The server has not said yet that there is one and that anybody has it.
     Queueing,
     /// Waits for the row, which somebody has.
     Waiting,
@@ -293,7 +293,12 @@ impl RowClaim {
             return Ok(self.leave(session));
         }
         self.shared.names.note_taken(self.sql.key());
-        Ok(self.wait(session, Activity::Waiting, self.sql.wait()))
+        if checks_rows {
+            return Ok(self.wait(session, Activity::Waiting, self.sql.wait()));
+        }
+        // The row is locked, or somebody has deleted it.
+        self.wait(session, Activity::Queueing, self.sql.wait());
+        Ok(Step::Again)
     }
 
     /// Has the server wait. [`notified`](Claim::notified) returns when the wait ends.
@@ -734,7 +739,7 @@ async fn wait_in_queue(
     }
     let state = shared.statement_state(session.id, &session.epoch).await?;
     if let Some(state) = &state
-        && !(is_queueing && state.starts_with(WAITS_FOR_A_TABLE))
+        && !state.starts_with(WAITS_FOR_A_TABLE)
     {
         return Ok(Wait::GoesOn);
     }

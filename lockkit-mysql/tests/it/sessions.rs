@@ -49,6 +49,8 @@ for_each_flavour! {
     a_table_that_is_locked_is_an_error_not_taken
     tables_that_are_locked_are_an_error_in_time
     a_wait_for_a_table_is_not_taken_for_one_for_a_row
+    a_lease_whose_table_is_locked_is_not_taken
+    a_row_that_was_deleted_is_not_taken
     an_attempt_that_gets_no_tokens_keeps_no_table
     a_wait_that_is_heard_of_late_goes_on
     a_wait_that_the_server_ends_goes_on
@@ -675,6 +677,52 @@ async fn a_wait_for_a_table_is_not_taken_for_one_for_a_row(flavour: Flavour) {
             let granted = timeout(Duration::from_secs(20), other.acquire()).await;
             granted.unwrap().unwrap().release().await.unwrap();
         }
+    }
+}
+
+/// The table is locked when the waiter is about to look how long the lock is held, and the lock is released meanwhile.
+async fn a_lease_whose_table_is_locked_is_not_taken(flavour: Flavour) {
+    let server = private(flavour, &[]);
+    let (mut admin, mut observer) = (Admin::of(&server).await, Admin::of(&server).await);
+    let holder = client(server.addr(), Mode::Lease).await;
+    let guard = holder.lock("a").unwrap().acquire().await.unwrap();
+    let (addr, mut wait) = hold_back(server.addr(), "INTO @lockkit_sleep").await.unwrap();
+    let other = client(addr, Mode::Lease).await.lock("a").unwrap();
+    // Longer than the last word of the server counts, and shorter than a statement waits for a table.
+    let waiting = tokio::spawn(async move { other.acquire_timeout(Duration::from_millis(1_800)).await });
+    wait.came().await;
+    guard.release().await.unwrap();
+    admin.run("LOCK TABLES lockkit_lease WRITE").await;
+    drop(wait.deliver());
+    eventually("it waits for the table", async || {
+        let waits = "SELECT 1 FROM information_schema.PROCESSLIST WHERE STATE LIKE 'Waiting for table%'";
+        waiting.is_finished() || !observer.run(waits).await.is_empty()
+    })
+    .await;
+    let refused = waiting.await.unwrap().unwrap_err();
+    assert!(refused.is_transient(), "nobody holds: {refused:?}");
+    admin.run("UNLOCK TABLES").await;
+    cycle(&holder, "a").await;
+}
+
+/// A try that skips locked rows finds none, too.
+async fn a_row_that_was_deleted_is_not_taken(flavour: Flavour) {
+    let server = shared(flavour);
+    let mut admin = Admin::of(server).await;
+    let backend = MySqlBackend::connect(config(server.addr())).await.unwrap();
+    let name = name("deleted");
+    for deletes in [false, true] {
+        if deletes {
+            let row = row(&name);
+            admin
+                .run(&format!("DELETE FROM lockkit_gate WHERE name={row}"))
+                .await;
+        }
+        let request = request(&name, spi::Mode::Exclusive);
+        let mut claim = backend.claim(&request).await.unwrap();
+        let granted = claim.attempt(Duration::from_secs(5)).await.unwrap();
+        assert!(granted.is_some(), "nobody holds it");
+        claim.release().await.unwrap();
     }
 }
 
