@@ -2,7 +2,10 @@
 
 use std::{
     fmt,
-    sync::{Arc, LazyLock, OnceLock},
+    sync::{
+        Arc, LazyLock, OnceLock,
+        atomic::{AtomicBool, Ordering},
+    },
     time::Duration,
 };
 
@@ -64,7 +67,8 @@ pub(crate) struct Shared {
     pub(crate) names: NameCache,
     pub(crate) server: Server,
     pub(crate) namespace: Arc<str>,
-    /// Is there once the tables are.
+    /// True if all tables were there when the client connected, or have been made since.
+    has_tables: AtomicBool,
     server_locks: OnceLock<ServerLocks>,
     database: String,
     /// The secrets that are blanked in whatever the server says.
@@ -102,9 +106,15 @@ impl Shared {
         }
         // Several tasks may come here at once, and do it all again: none waits for another that nobody polls.
         let control = &self.sessions.control;
-        control.prepare(operation, self.mode, self.schema, true).await?;
+        if !self.has_tables.load(Ordering::Relaxed) {
+            control.prepare(operation, self.mode, self.schema, true).await?;
+            self.has_tables.store(true, Ordering::Relaxed);
+        }
         let locks = match self.mode {
-            Mode::Lease => ServerLocks::new(&control.secret(operation).await?, &self.database),
+            Mode::Lease => match control.secret(operation).await {
+                Ok(secret) => ServerLocks::new(&secret, &self.database),
+                Err(error) => return Err(self.mended(error).await),
+            },
             Mode::ForUpdate => ServerLocks::default(),
         };
         Ok(self.server_locks.get_or_init(|| locks))
@@ -203,7 +213,7 @@ impl MySqlBackend {
         let tables = sessions
             .control
             .prepare(CONNECT, config.mode, config.schema, false);
-        tables.await?;
+        let has_tables = tables.await?.into();
         // Opening a session checks that the server keeps its `wait_timeout`.
         let first = sessions.get(CONNECT, lease_claim::WAIT_TIMEOUT).await?;
         sessions.put(first).await;
@@ -213,6 +223,7 @@ impl MySqlBackend {
             names: NameCache::default(),
             server,
             namespace: config.namespace.as_str().into(),
+            has_tables,
             server_locks: OnceLock::new(),
             database: target.database,
             secrets,

@@ -240,14 +240,14 @@ impl Control {
     }
 
     /// Checks the tables, and creates missing ones if `schema` allows and `makes` is true. As [`query`](Self::query), it begins again on a
-    /// new connection if the existing one has ended.
+    /// new connection if the existing one has ended. Returns true if all are there then.
     pub(crate) async fn prepare(
         &self,
         operation: &'static str,
         mode: Mode,
         schema: Schema,
         makes: bool,
-    ) -> Result<()> {
+    ) -> Result<bool> {
         let work = async move |mut state: OwnedMutexGuard<State>| {
             let was_connected = state.connection.is_some();
             state.open(operation).await?;
@@ -464,7 +464,7 @@ impl State {
         mode: Mode,
         schema: Schema,
         makes: bool,
-    ) -> Result<()> {
+    ) -> Result<bool> {
         let Some(connection) = &mut self.connection else {
             return Err(sqlx::Error::WorkerCrashed).during(operation);
         };

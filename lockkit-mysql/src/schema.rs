@@ -121,7 +121,8 @@ pub(crate) fn taken_in(mode: Mode) -> &'static [&'static str] {
     }
 }
 
-/// Checks the tables, and creates missing ones if `schema` allows and `makes` is true. Without that, nothing is written.
+/// Checks the tables, and creates missing ones if `schema` allows and `makes` is true. Without that, nothing is written. Returns true if all are
+/// there then.
 ///
 /// # Errors
 /// With the statements to run, if tables are missing after that, and would not be created later. If a table is not as it has to be.
@@ -131,11 +132,11 @@ pub(crate) async fn prepare(
     mode: Mode,
     schema: Schema,
     makes: bool,
-) -> Result<()> {
+) -> Result<bool> {
     let mut missing = find_missing(operation, connection, mode).await?;
     if schema == Schema::Auto {
         if !makes {
-            return Ok(());
+            return Ok(missing.is_empty());
         }
         // Those in which locks are taken come last. Whoever is stopped half-way, as by a demotion, leaves none in use.
         for (name, table) in tables(mode).iter().rev() {
@@ -148,7 +149,7 @@ pub(crate) async fn prepare(
         }
     }
     if missing.is_empty() {
-        return Ok(());
+        return Ok(true);
     }
     let statements = statements(tables(mode).iter().filter(|(name, _)| missing.contains(name)));
     // On one line, so that they can be copied from a log.
