@@ -20,6 +20,11 @@ if ARGV[2] == 'end' then
     value = false
   end
   forget_waiter(waiter(ARGV[1]))
-  if not value then tell_next() end
+  if not value then
+    tell_next()
+  elseif is_shared() or kept_for() == 's' then
+    -- A writer that waited no longer keeps them out.
+    wake_readers()
+  end
 end
 return held

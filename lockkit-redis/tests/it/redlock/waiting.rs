@@ -12,7 +12,11 @@ use std::{
 
 use futures_util::FutureExt as _;
 use lockkit_conformance::stall::timeout;
-use lockkit_core::{AcquireOptions, LockClient, LossReason, Revocation};
+use lockkit_core::{
+    AcquireOptions, LockClient, LockName, LossReason, Revocation,
+    spi::{Backend as _, ClaimRequest, Mode as SpiMode, OwnerId},
+};
+use lockkit_redis::RedlockBackend;
 use lockkit_testbed::{Clock, Mode, redis::RedisServer};
 use tokio::task::JoinSet;
 
@@ -54,6 +58,38 @@ async fn a_dead_writer_keeps_readers_out_for_ten_seconds() {
         .await
         .unwrap();
     world.nothing_is_left("after a dead writer").await;
+}
+
+/// The holder stays, so nobody else tells them.
+#[tokio::test]
+async fn readers_behind_a_writer_that_gives_up_are_told() {
+    if no_server() {
+        return;
+    }
+    let world = World::five();
+    let backend = Box::pin(RedlockBackend::connect(world.config())).await.unwrap();
+    // Past the driver, which has waiters ask every second or two.
+    let claim = async |mode, owner| {
+        let request = ClaimRequest::new(LockName::new("a").unwrap(), mode, LONG, OwnerId::new(owner));
+        backend.claim(&request).await.unwrap()
+    };
+    let mut holder = claim(SpiMode::Shared, 1).await;
+    let mut writer = claim(SpiMode::Exclusive, 2).await;
+    let mut reader = claim(SpiMode::Shared, 3).await;
+    holder.attempt(LONG).await.unwrap().expect("it is free");
+    assert!(writer.attempt(LONG).await.unwrap().is_none());
+    assert!(reader.attempt(LONG).await.unwrap().is_none(), "a writer waits");
+    world.waiters("a", 2).await;
+    assert!(reader.notified().now_or_never().is_none());
+    writer.release().await.unwrap();
+    within(AT_ONCE, "told", reader.notified()).await;
+    let granted = reader.attempt(LONG).await.unwrap();
+    granted.expect("only readers are in");
+    for mut claim in [holder, reader] {
+        claim.release().await.unwrap();
+    }
+    world.nothing_is_left("after a writer that gave up").await;
+    backend.close().await.unwrap();
 }
 
 /// Waiters of the version before do not write when they asked last.
