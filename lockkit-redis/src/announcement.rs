@@ -32,6 +32,13 @@ impl Announcements {
         }
     }
 
+    /// Returns whether anybody watches the lock of this channel.
+    pub(crate) fn is_watched(&self, channel: &[u8]) -> bool {
+        let map = self.by_channel.lock();
+        map.get(channel)
+            .is_some_and(|watched| watched.receiver_count() > 0)
+    }
+
     fn listen(&self, channel: &[u8]) -> watch::Receiver<()> {
         let mut map = self.by_channel.lock();
         map.retain(|_, watched| watched.receiver_count() > 0);
@@ -41,14 +48,26 @@ impl Announcements {
 
 /// One who watches a lock.
 ///
-/// The connection stays subscribed after the watch has ended, for as long as it lasts itself: dropping a watch does no I/O. A
-/// second watch of the lock subscribes again, which changes nothing at the server.
+/// A second watch of the lock subscribes again, which changes nothing at the server.
 pub(crate) struct RedisWatch {
-    connection: Arc<ManagedConnection>,
-    channel: Vec<u8>,
+    /// It is dropped before `subscription`: a watch that has ended does not count any more when it is asked who else is there.
     told: watch::Receiver<()>,
+    subscription: Subscription,
     /// The number of the connection that is subscribed.
     subscribed: Option<u64>,
+}
+
+/// The part of a watch in the subscription to its channel. Its drop does no I/O: the connection's supervisor unsubscribes, unless others
+/// watch the lock.
+struct Subscription {
+    connection: Arc<ManagedConnection>,
+    channel: Vec<u8>,
+}
+
+impl Drop for Subscription {
+    fn drop(&mut self) {
+        self.connection.leave(std::mem::take(&mut self.channel));
+    }
 }
 
 impl RedisWatch {
@@ -61,10 +80,13 @@ impl RedisWatch {
         announcements: &Announcements,
         channel: Vec<u8>,
     ) -> Result<Self> {
+        // From now on, whatever this future comes to, the drop of the watch leaves the channel.
         let mut watch = Self {
-            connection: connection.clone(),
             told: announcements.listen(&channel),
-            channel,
+            subscription: Subscription {
+                connection: connection.clone(),
+                channel,
+            },
             subscribed: None,
         };
         watch.subscribe().await?;
@@ -75,11 +97,12 @@ impl RedisWatch {
     async fn subscribe(&mut self) -> Result<bool> {
         const OPERATION: &str = "watch";
 
-        let current = self.connection.current(OPERATION)?;
+        let Subscription { connection, channel } = &self.subscription;
+        let current = connection.current(OPERATION)?;
         if self.subscribed == Some(current.number()) {
             return Ok(false);
         }
-        let subscribed = current.subscribe(&self.channel).await;
+        let subscribed = current.subscribe(channel).await;
         subscribed.map_err(|error| failed(OPERATION, error))?;
         self.subscribed = Some(current.number());
         Ok(true)
@@ -98,7 +121,7 @@ impl HolderWatch for RedisWatch {
                     if self.told.changed().await.is_err() {
                         return std::future::pending().await;
                     }
-                    let number = self.connection.number();
+                    let number = self.subscription.connection.number();
                     if number.is_some() && number == self.subscribed {
                         return;
                     }
@@ -117,7 +140,7 @@ impl HolderWatch for RedisWatch {
 impl fmt::Debug for RedisWatch {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("RedisWatch")
-            .field("channel", &String::from_utf8_lossy(&self.channel))
+            .field("channel", &String::from_utf8_lossy(&self.subscription.channel))
             .field("subscribed", &self.subscribed)
             .finish_non_exhaustive()
     }

@@ -65,6 +65,7 @@ pub(crate) struct ManagedConnection {
     /// A former connection to the server's process may still be there.
     outlived: AtomicBool,
     supervisor: OnceLock<AbortHandle>,
+    errand: mpsc::UnboundedSender<Errand>,
 }
 
 #[derive(Debug)]
@@ -100,6 +101,13 @@ impl Inbox {
 
 /// A hold, or a place in the queue, that has to be released since its claim is gone: its owner, and the key of the lock.
 type Abandoned = (OwnerId, Vec<u8>);
+
+/// What the supervisor does for those who are gone.
+enum Errand {
+    Release(Abandoned),
+    /// Unsubscribe from this channel, unless somebody watches its lock.
+    Leave(Vec<u8>),
+}
 
 /// One connection.
 pub(crate) struct Connection {
@@ -313,6 +321,11 @@ impl ManagedConnection {
         }
     }
 
+    /// Has the supervisor unsubscribe from a channel on which a watch has ended, unless others are there.
+    pub(crate) fn leave(&self, channel: Vec<u8>) {
+        let _ = self.errand.send(Errand::Leave(channel));
+    }
+
     /// Sends a request on this connection, once.
     pub(crate) async fn send(&self, connection: &Connection, command: &Cmd) -> RedisResult<Value> {
         let reply = connection.send(command).await;
@@ -363,6 +376,12 @@ impl Connection {
     pub(crate) async fn subscribe(&self, channel: &[u8]) -> RedisResult<()> {
         let mut stream = self.established.stream.clone();
         let request = pin!(stream.subscribe(channel));
+        self.reply(request).await
+    }
+
+    async fn unsubscribe(&self, channel: &[u8]) -> RedisResult<()> {
+        let mut stream = self.established.stream.clone();
+        let request = pin!(stream.unsubscribe(channel));
         self.reply(request).await
     }
 
@@ -461,22 +480,22 @@ pub(crate) struct Supervisor {
     /// Woken after a reconnection, without an inbox.
     holders: Option<Arc<Wakeups>>,
     last_broken: LastBroken,
-    abandon: mpsc::UnboundedSender<Abandoned>,
-    abandoned: mpsc::UnboundedReceiver<Abandoned>,
+    errand: mpsc::UnboundedSender<Errand>,
+    errands: mpsc::UnboundedReceiver<Errand>,
     /// The number of the last connection that it tried to make.
     number: u64,
 }
 
 impl Supervisor {
     pub(crate) fn new(connector: Connector, inbox: Option<Inbox>) -> Self {
-        let (abandon, abandoned) = mpsc::unbounded_channel();
+        let (errand, errands) = mpsc::unbounded_channel();
         Self {
             connector,
             inbox,
             holders: None,
             last_broken: watch::Sender::new(0),
-            abandon,
-            abandoned,
+            errand,
+            errands,
             number: 0,
         }
     }
@@ -491,6 +510,7 @@ impl Supervisor {
             last_broken: self.last_broken.clone(),
             outlived: AtomicBool::new(false),
             supervisor: OnceLock::new(),
+            errand: self.errand.clone(),
         });
         let supervisor = tokio::spawn(self.supervise(Arc::downgrade(&managed)));
         let _ = managed.supervisor.set(supervisor.abort_handle());
@@ -506,7 +526,7 @@ impl Supervisor {
             connector,
             inbox,
             last_broken,
-            abandon,
+            errand,
             number,
             ..
         } = self;
@@ -515,7 +535,7 @@ impl Supervisor {
         // A number for each try: the end of one that failed must not be taken for the end of the next.
         let connecting = connector.connect(channel.as_deref(), || {
             *number += 1;
-            on_push(*number, &last_answered, last_broken, inbox.as_ref(), abandon)
+            on_push(*number, &last_answered, last_broken, inbox.as_ref(), errand)
         });
         let established = connecting.await?;
         Ok(Connection {
@@ -535,7 +555,7 @@ impl Supervisor {
         let mut sent_before = 0;
         let mut last_heartbeat = None;
         // Beside all else: each may wait for a reply, and the connection has to be watched meanwhile.
-        let mut releases = FuturesUnordered::new();
+        let mut under_way = FuturesUnordered::new();
         if managed
             .upgrade()
             .is_some_and(|managed| managed.current("connect").is_err())
@@ -546,11 +566,11 @@ impl Supervisor {
             tokio::select! {
                 Ok(()) = last_broken.changed() => {}
                 _ = tick.tick() => {}
-                Some((owner, lock)) = self.abandoned.recv() => {
-                    releases.push(release_abandoned(managed.clone(), self.inbox.clone(), owner, lock));
+                Some(errand) = self.errands.recv() => {
+                    under_way.push(run_errand(managed.clone(), self.inbox.clone(), errand));
                     continue;
                 }
-                Some(()) = releases.next(), if !releases.is_empty() => continue,
+                Some(()) = under_way.next(), if !under_way.is_empty() => continue,
             }
             let Some(connection) = managed
                 .upgrade()
@@ -563,8 +583,9 @@ impl Supervisor {
                 || (connection.is_silent(&mut sent_before) && !connection.ping().await)
                 || !self.heartbeat(&connection, &mut last_heartbeat).await
             {
-                // They would keep the client alive for as long as there is no server. What was handed off expires.
-                releases.clear();
+                // They would keep the client alive for as long as there is no server. What was handed off expires, and a new connection
+                // has subscribed to nothing.
+                under_way.clear();
                 self.reconnect(&managed, Some(&connection)).await;
                 last_heartbeat = None;
                 sent_before = 0;
@@ -677,7 +698,7 @@ impl Supervisor {
                         // any more.
                         let released = inbox.wakeups.lately_released();
                         for gone in inbox.wakeups.all_abandoned().into_iter().chain(released) {
-                            let _ = self.abandon.send(gone);
+                            let _ = self.errand.send(Errand::Release(gone));
                         }
                     }
                     if let Some(holders) = &self.holders {
@@ -708,9 +729,9 @@ fn on_push(
     last_answered: &Arc<LastAnswered>,
     last_broken: &LastBroken,
     inbox: Option<&Inbox>,
-    abandon: &mpsc::UnboundedSender<Abandoned>,
+    errand: &mpsc::UnboundedSender<Errand>,
 ) -> OnPush {
-    let (last_broken, inbox, abandon) = (last_broken.clone(), inbox.cloned(), abandon.clone());
+    let (last_broken, inbox, errand) = (last_broken.clone(), inbox.cloned(), errand.clone());
     let last_answered = last_answered.clone();
     Arc::new(move |push: PushInfo| match (&push.kind, &*push.data) {
         (PushKind::Disconnection, _) => report_broken(&last_broken, number),
@@ -725,7 +746,7 @@ fn on_push(
                 since,
             });
             if let Some(abandoned) = inbox.push(message, origin) {
-                let _ = abandon.send(abandoned);
+                let _ = errand.send(Errand::Release(abandoned));
             }
         }
         _ => {}
@@ -759,14 +780,34 @@ async fn end_predecessor(connection: &Connection, broken: &Connection) -> Predec
     }
 }
 
-/// Releases what a claim that is gone has at the server.
-async fn release_abandoned(
-    managed: Weak<ManagedConnection>,
-    inbox: Option<Inbox>,
-    owner: OwnerId,
-    lock: Vec<u8>,
-) {
+async fn run_errand(managed: Weak<ManagedConnection>, inbox: Option<Inbox>, errand: Errand) {
     let Some(managed) = managed.upgrade() else { return };
+    match (errand, inbox) {
+        (Errand::Release(abandoned), inbox) => release_abandoned(&managed, inbox, abandoned).await,
+        (Errand::Leave(channel), Some(inbox)) => leave(&managed, &inbox.announcements, &channel).await,
+        (Errand::Leave(_), None) => {}
+    }
+}
+
+/// Unsubscribes from a channel, unless somebody watches its lock.
+async fn leave(managed: &ManagedConnection, announcements: &Announcements, channel: &[u8]) {
+    let Ok(connection) = managed.current("watch") else {
+        return;
+    };
+    if announcements.is_watched(channel) {
+        return;
+    }
+    // If it is refused, the client hears of the lock for as long as the connection lasts.
+    let _ = timeout(PING_TIMEOUT, connection.unsubscribe(channel)).await;
+    if announcements.is_watched(channel) {
+        // Who has begun meanwhile may have subscribed before that, and may have missed something since.
+        let _ = timeout(PING_TIMEOUT, connection.subscribe(channel)).await;
+        announcements.deliver(channel);
+    }
+}
+
+/// Releases what a claim that is gone has at the server.
+async fn release_abandoned(managed: &ManagedConnection, inbox: Option<Inbox>, (owner, lock): Abandoned) {
     let mut release = script::RELEASE.call(&lock);
     release.arg(Record::of(owner));
     // If this fails, a hold expires with its short lease, and a place is given up over the next connection.

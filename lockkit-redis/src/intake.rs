@@ -26,8 +26,8 @@ const TURN: usize = 16 * 1024;
 const MOST: usize = 8 * 1024 * 1024;
 /// The bytes for which a line counts beside its own: a value has one or two, and takes more in memory than on the wire.
 const PER_LINE: usize = 40;
-/// The most pushes for one request. Whoever is told something asks next, within a turn or so. Only a client that does nothing any more, and
-/// once watched a lock, comes to see so many of an honest server, after a long time. It loses nothing with the connection.
+/// The most pushes for one request. Whoever is told something asks next, within a turn or so. Only a client that does nothing else, and
+/// watches a lock or may not unsubscribe, comes to see so many of an honest server, after a long time. It loses nothing with the connection.
 const MOST_PUSHES: usize = 10_000;
 
 /// The most bytes of an error that is the server's only word.

@@ -1,12 +1,12 @@
 //! Observers of elections are woken by what leaders publish, over each connection anew.
 
-use std::time::Duration;
+use std::{pin::pin, time::Duration};
 
 use futures_util::FutureExt as _;
 use lockkit_core::Observer;
 use lockkit_testbed::redis::RedisServer;
 
-use crate::common::{AT_ONCE, LONG, RECOVERED, client, client_behind_proxy, no_server, within};
+use crate::common::{AT_ONCE, LONG, MS, RECOVERED, client, client_behind_proxy, no_server, until, within};
 
 /// Returns the token of the leader that is seen next; `None` for nobody.
 async fn next(observer: &mut Observer) -> Option<u64> {
@@ -79,7 +79,7 @@ async fn a_user_with_the_documented_rights_observes() {
         return;
     }
     let server = RedisServer::plain().unwrap();
-    let rights = "on >secret ~lockkit:* resetchannels &lockkit:* +ping +info +select +subscribe \
+    let rights = "on >secret ~lockkit:* resetchannels &lockkit:* +ping +info +select +subscribe +unsubscribe \
                   +client|id +client|kill +eval +evalsha +script|load +wait +time +get +set +del +exists +pexpire \
                   +pttl +incrby +publish +zadd +zcard +zrange +zrangebyscore +zrevrange +zrank +zrem +zscore +hget \
                   +hset +hdel";
@@ -100,6 +100,84 @@ async fn a_user_with_the_documented_rights_observes() {
     let seen = within(AT_ONCE, "a leader is seen", next(&mut observer)).await;
     assert_eq!(seen, Some(leadership.token().get()));
     leadership.resign().await.unwrap();
+    drop(observer);
+    unsubscribed(&server).await;
+    assert_eq!(server.cli(&["ACL", "LOG"]).unwrap(), "", "nothing was refused");
+}
+
+/// Returns the number of elections that somebody is told of.
+fn watched(server: &RedisServer) -> usize {
+    let channels = server.cli(&["PUBSUB", "CHANNELS", "lockkit:lockkit#client:watch:*"]);
+    channels.unwrap().lines().filter(|line| !line.is_empty()).count()
+}
+
+async fn unsubscribed(server: &RedisServer) {
+    until(LONG, "unsubscribed", async || watched(server) == 0).await;
+}
+
+#[tokio::test]
+async fn the_last_observer_of_an_election_unsubscribes() {
+    if no_server() {
+        return;
+    }
+    let server = RedisServer::plain().unwrap();
+    let (watching, leading) = (client(server.url()).await, client(server.url()).await);
+    let candidate = leading
+        .election("n")
+        .unwrap()
+        .with_ttl(LONG)
+        .candidate("ada")
+        .unwrap();
+    let election = watching.election("n").unwrap();
+    let mut observer = election.observe();
+    assert_eq!(within(LONG, "the first look", next(&mut observer)).await, None);
+    // Each begins while the one before ends, and hears of the next leader all the same.
+    for _ in 0..20 {
+        let mut heir = election.observe();
+        drop(observer);
+        assert_eq!(within(LONG, "the first look", next(&mut heir)).await, None);
+        let leadership = candidate.campaign().await.unwrap();
+        let seen = within(AT_ONCE, "a leader is seen", next(&mut heir)).await;
+        assert_eq!(seen, Some(leadership.token().get()));
+        leadership.resign().await.unwrap();
+        let seen = within(AT_ONCE, "a resignation is seen", next(&mut heir)).await;
+        assert_eq!(seen, None);
+        observer = heir;
+    }
+    drop(observer);
+    unsubscribed(&server).await;
+}
+
+#[tokio::test]
+async fn an_observer_dropped_at_any_poll_unsubscribes() {
+    if no_server() {
+        return;
+    }
+    let server = RedisServer::plain().unwrap();
+    let watching = client(server.url()).await;
+    let mut most_watched = 0;
+    for polls in 1.. {
+        let mut observer = watching.election("n").unwrap().observe();
+        let mut looked = None;
+        {
+            let mut looking = pin!(observer.next());
+            for _ in 0..polls {
+                looked = looking.as_mut().now_or_never();
+                if looked.is_some() {
+                    break;
+                }
+                // Longer than a reply takes, if the machine does not stand still.
+                tokio::time::sleep(2 * MS).await;
+            }
+        }
+        most_watched = watched(&server).max(most_watched);
+        drop(observer);
+        unsubscribed(&server).await;
+        if looked.is_some() {
+            break;
+        }
+    }
+    assert_eq!(most_watched, 1);
 }
 
 /// A leadership may end in other ways than by a resignation that is waited for, and with nobody who leads next.
