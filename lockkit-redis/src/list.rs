@@ -77,13 +77,22 @@ impl KeyScan {
         Ok(Some(self.found.drain(..many).collect()))
     }
 
-    async fn scan(&mut self, link: &ManagedConnection, kind: LockKind) -> Result<()> {
+    /// Returns the connection that there is now.
+    ///
+    /// # Errors
+    /// If it leads to another server than before, of which neither the cursor nor what was found says anything.
+    pub(crate) fn connection(&mut self, link: &ManagedConnection) -> Result<Arc<Connection>> {
         let live = link.current(OPERATION)?;
         let run_id = &live.server().run_id;
         if self.run_id.get_or_insert_with(|| run_id.clone()) != run_id {
             let cause = "another server has taken the place of the one that was being listed";
             return Err(Error::transient(NAME, OPERATION, cause));
         }
+        Ok(live)
+    }
+
+    async fn scan(&mut self, link: &ManagedConnection, kind: LockKind) -> Result<()> {
+        let live = self.connection(link)?;
         let mut scan = redis::cmd("SCAN");
         scan.arg(&self.cursor)
             .arg("MATCH")
@@ -175,7 +184,14 @@ impl RedisLister {
     async fn look(&self, live: &Connection, found: Found) -> Result<Option<(Found, ListedLock)>> {
         let call = script::INSPECT.call(&found.key);
         let reply = self.shared.connection.run_on(live, OPERATION, call).await?;
-        let state = state(&reply).ok_or_else(|| unexpected(OPERATION, &reply))?;
+        let unreadable = || {
+            let cause = format!(
+                "{:?} cannot be read: the server answered {reply:?}",
+                found.name.as_str()
+            );
+            Error::permanent(NAME, OPERATION, cause)
+        };
+        let state = state(&reply).ok_or_else(unreadable)?;
         // Without a namespace, nothing tells a lock of another client from any other string.
         let is_ours = || state.holders.iter().any(|holder| holder.token.get() != 0);
         if state.is_free() || (self.shared.namespace.is_empty() && !is_ours()) {
@@ -193,7 +209,8 @@ impl Lister for RedisLister {
         let Some(found) = self.keys.next(connection).await? else {
             return Ok(None);
         };
-        let live = connection.current(OPERATION)?;
+        // One that is no longer there has ended, at the server where it was found.
+        let live = self.keys.connection(connection)?;
         let unseen = found.into_iter().filter(|found| !self.shown.has(found));
         let looks = try_join_all(unseen.map(|found| self.look(&live, found)));
         let (looked, ()) = try_join(looks, connection.check_master(&live, OPERATION)).await?;

@@ -184,22 +184,24 @@ impl ZkBackend {
         let heartbeats = session.read_all(&heartbeats).await?;
         let bases = session.bases().await?;
         let holders = nodes.iter().zip(&heartbeats);
-        let holders = holders.filter_map(|((path, node), heartbeat)| {
-            self.holder(session, &bases, path, node, heartbeat.as_ref())
-        });
-        Ok(holders.collect())
+        let holders = holders
+            .map(|((path, node), heartbeat)| self.holder(session, &bases, path, node, heartbeat.as_ref()));
+        holders.collect()
     }
 
     /// Returns the token of the hold whose node is at this path.
-    fn token(&self, bases: &Bases, path: &str, stat: &Stat) -> Option<u64> {
+    fn token(&self, bases: &Bases, path: &str, stat: &Stat) -> error::Result<u64> {
         let made_by = match self.shared.nodes() {
             Nodes::Simple => stat.czxid,
             Nodes::Mutex | Nodes::ReadWrite => made_by(path, stat.czxid),
         };
-        token(bases, made_by).ok()
+        token(bases, made_by)
     }
 
     /// Returns the holder that made this node at `path`, and whose session has this other node.
+    ///
+    /// # Errors
+    /// If it has no token. It holds all the same.
     pub(crate) fn holder(
         &self,
         session: &Session,
@@ -207,7 +209,7 @@ impl ZkBackend {
         path: &str,
         (data, stat): &NodeState,
         heartbeat: Option<&NodeState>,
-    ) -> Option<Holder> {
+    ) -> error::Result<Holder> {
         let is_simple = self.shared.nodes() == Nodes::Simple;
         let label = if is_simple {
             simple::label(data).unwrap_or(data)
@@ -221,7 +223,7 @@ impl ZkBackend {
         // In a queue, a node is made when its owner begins to wait.
         let made = u64::try_from(stat.ctime).ok().filter(|_| is_simple);
         let since = made.and_then(|made| UNIX_EPOCH.checked_add(Duration::from_millis(made)));
-        Some(Holder::new(token, label.map(str::to_owned), left).since(since))
+        Ok(Holder::new(token, label.map(str::to_owned), left).since(since))
     }
 
     /// Asks the holder with this token to make way, as Curator's `Revoker` does, by writing to its node. The number of its node is
@@ -269,7 +271,7 @@ impl ZkBackend {
         let mut look = Look::None;
         for (path, node) in nodes {
             match node {
-                Some(node) if self.token(&bases, &path, &node.1) == Some(token) => {
+                Some(node) if self.token(&bases, &path, &node.1).is_ok_and(|its| its == token) => {
                     return Ok(Look::Found(path, node));
                 }
                 None if is_writers(&path) => look = Look::Outdated,

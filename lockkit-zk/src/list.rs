@@ -3,13 +3,13 @@
 use std::collections::HashMap;
 
 use async_trait::async_trait;
-use futures_util::future::try_join_all;
+use futures_util::{TryFutureExt as _, future::try_join_all};
 use lockkit_core::{ListedLock, LockKind, LockName, LockState, Result, spi::Lister};
 
 use crate::{
     Nodes,
     backend::ZkBackend,
-    error,
+    error::{self, Failure},
     session::{NodeState, Session},
     simple, turn,
 };
@@ -55,7 +55,9 @@ impl ZkLister {
             };
             self.kind = kind;
             // Everything that was held before the listing is known to the server from here on.
-            self.encoded = session.list_latest(&shared.layout().locks_path(kind)).await?;
+            let dir = shared.layout().locks_path(kind);
+            let listed = session.list_latest(&dir).await;
+            self.encoded = listed.map_err(|failure| failure.about(&dir))?;
         }
         let layout = shared.layout();
         let mut names = Vec::with_capacity(PAGE);
@@ -76,7 +78,11 @@ impl ZkLister {
         let contenders = if is_simple {
             Vec::new()
         } else {
-            try_join_all(paths.iter().map(|path| session.children(path))).await?
+            let looks = paths.iter().map(|path| {
+                let children = session.children(path);
+                children.map_err(move |failure| failure.about(path))
+            });
+            try_join_all(looks).await?
         };
         let mut held = Vec::with_capacity(names.len());
         for (index, (name, path)) in names.into_iter().zip(paths).enumerate() {
@@ -113,13 +119,17 @@ impl ZkLister {
         for (held, found) in looks {
             let state = if found.is_empty() && !is_simple {
                 // All have left meanwhile, and others may hold by now.
-                self.backend.look_at(&held.path, self.kind).await?
+                match self.backend.look_at(&held.path, self.kind).await {
+                    // They leave faster than it reads, so that nobody has it throughout.
+                    Err(Failure::Unstable { path }) if path == held.path => continue,
+                    state => state?,
+                }
             } else {
-                let holders = found.iter().filter_map(|(path, node)| {
+                let holders = found.iter().map(|(path, node)| {
                     let heartbeat = heartbeats.get(&node.1.ephemeral_owner);
                     self.backend.holder(session, &bases, path, node, heartbeat)
                 });
-                LockState::new(holders.collect(), held.waiting)
+                LockState::new(holders.collect::<error::Result<_>>()?, held.waiting)
             };
             if !state.is_free() {
                 page.push(ListedLock::new(held.name, self.kind, state));

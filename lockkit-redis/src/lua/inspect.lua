@@ -14,9 +14,10 @@ if is_group() then
   local entries = call('ZRANGE', HOLDERS, 0, -1, 'WITHSCORES')
   for i = 1, #entries, 2 do
     local _, _, record = entry_of(entries[i])
-    if record and entries[i + 1] - now > 0 then
+    if entries[i + 1] - now > 0 then
       shown[#shown + 1] = entries[i + 1] - now
-      shown[#shown + 1] = record
+      -- Somebody holds, also if the record was deleted or evicted.
+      shown[#shown + 1] = record or ''
     end
   end
 end

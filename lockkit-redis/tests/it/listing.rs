@@ -93,6 +93,71 @@ async fn a_list_writes_nothing() {
     assert_eq!((keys(&server), written(&server)), before);
 }
 
+/// Semaphores come last. What is on the last page was found before the server was replaced.
+#[tokio::test]
+async fn the_last_page_is_not_read_at_another_server() {
+    if no_server() {
+        return;
+    }
+    let server = RedisServer::plain().unwrap();
+    let client = client(server.url()).await;
+    let mut guards = Vec::new();
+    for number in 0..20 {
+        let semaphore = client.semaphore(number.to_string(), 2).unwrap();
+        guards.push(semaphore.acquire().await.unwrap());
+    }
+    let mut list = client.list("").unwrap();
+    assert!(list.next().await.unwrap().is_ok());
+    server.restart_empty().unwrap();
+    until(LONG, "connected again", async || {
+        client.inspect("0").await.is_ok()
+    })
+    .await;
+    let error = loop {
+        match list.next().await {
+            Some(Ok(_)) => {}
+            Some(Err(error)) => break error,
+            None => panic!("the list ends as if that were all"),
+        }
+    };
+    assert!(
+        error.is_transient() && chain(&error).contains("another server has taken"),
+        "{}",
+        chain(&error)
+    );
+}
+
+/// An eviction, or somebody who deletes what looks like a leftover.
+#[tokio::test]
+async fn a_hold_without_its_record_is_an_error_and_not_free() {
+    if no_server() {
+        return;
+    }
+    let server = RedisServer::plain().unwrap();
+    let client = client(server.url()).await;
+    let guard = lock(&client, "job", LONG).shared().acquire().await.unwrap();
+    server
+        .cli(&["DEL", "lockkit:lockkit#about:{lockkit:job}"])
+        .unwrap();
+    let errors = [
+        client.inspect("job").await.unwrap_err(),
+        client
+            .list("")
+            .unwrap()
+            .next()
+            .await
+            .expect("it is held")
+            .unwrap_err(),
+    ];
+    for error in errors {
+        let said = chain(&error);
+        assert!(!error.is_transient() && said.contains("job"), "{said}");
+    }
+    assert!(lock(&client, "job", LONG).try_acquire().await.unwrap().is_none());
+    guard.release().await.unwrap();
+    assert_eq!(listed(&client, "").await, []);
+}
+
 /// The number of calls of each command that changes something, also in a script.
 fn written(server: &RedisServer) -> Vec<(String, u64)> {
     let reads = [

@@ -352,9 +352,8 @@ impl Core {
         let connection = self.connection().await?;
         let client = &connection.client;
         let replies = join_all(paths.iter().map(|path| client.get_data(path))).await;
-        replies
-            .into_iter()
-            .map(|reply| unless_missing(reply).map_err(Failure::from))
+        let read = paths.iter().zip(replies);
+        read.map(|(path, reply)| unless_missing(reply).map_err(|error| Failure::from(error).about(path)))
             .collect()
     }
 

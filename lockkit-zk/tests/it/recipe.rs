@@ -1,11 +1,11 @@
 //! The layout on the server, other clients of it, and the order of grants.
 
-use std::{net::Ipv4Addr, time::Duration};
+use std::{fmt::Display, net::Ipv4Addr, time::Duration};
 
 use futures_util::future::join_all;
 use lockkit_conformance::Traces;
-use lockkit_core::{AcquireOptions, Error, LockClient, LossReason, Revocation};
-use lockkit_testbed::{Proxy, eventually, hangs_up, own_address, zookeeper::ZkServer};
+use lockkit_core::{AcquireOptions, Error, LockClient, LossReason, Revocation, spi::chain};
+use lockkit_testbed::{Mode, Proxy, eventually, hangs_up, own_address, zookeeper::ZkServer};
 use lockkit_zk::{Access, Digest, Nodes, Parents};
 use zookeeper_client::{Acl, Acls, AuthId, Client, CreateMode, Permission};
 
@@ -238,6 +238,111 @@ async fn other_nodes_in_the_directory_are_nobody() {
     let state = client.inspect(&name).await.unwrap();
     assert_eq!((state.holders.len(), state.waiters), (1, Some(0)));
     guard.release().await.unwrap();
+}
+
+/// Returns a client of a namespace of its own, and the directory of that, which is there already.
+async fn in_own_namespace(raw: &Client, test: &str, addrs: impl Display) -> (LockClient, String) {
+    let mut config = server::config(addrs);
+    config.namespace = unique(test);
+    let root = format!("/{}", config.namespace);
+    let options = CreateMode::Persistent.with_acls(Acls::anyone_all());
+    raw.mkdir(&root, &options).await.unwrap();
+    (server::patiently(config).await, root)
+}
+
+/// Somebody has written what lockkit never does where tokens are raised.
+#[tokio::test]
+async fn a_hold_without_a_token_is_an_error_and_not_free() {
+    if no_zookeeper() {
+        return;
+    }
+    let raw = raw(shared().addr()).await;
+    let (client, root) = in_own_namespace(&raw, "tokenless", shared().addr()).await;
+    let options = CreateMode::Persistent.with_acls(Acls::anyone_all());
+    let base = u64::MAX.to_string();
+    raw.create(&format!("{root}/%fence"), base.as_bytes(), &options)
+        .await
+        .unwrap();
+    contender(&raw, &format!("{root}/job"), &format!("{GUID}-lock-")).await;
+    let errors = [
+        client.inspect("job").await.unwrap_err(),
+        client
+            .list("")
+            .unwrap()
+            .next()
+            .await
+            .expect("it is held")
+            .unwrap_err(),
+    ];
+    for error in errors {
+        let said = chain(&error);
+        assert!(
+            !error.is_transient() && said.contains("no tokens are left"),
+            "{said}"
+        );
+    }
+}
+
+#[tokio::test]
+async fn a_list_names_what_may_not_be_read() {
+    if no_zookeeper() {
+        return;
+    }
+    let raw = raw(shared().addr()).await;
+    let (client, root) = in_own_namespace(&raw, "unreadable", shared().addr()).await;
+    let options = CreateMode::Persistent.with_acls(Acls::anyone_all());
+    let secret = format!("{root}/secret");
+    raw.create(&secret, b"", &options).await.unwrap();
+    let acl = [Acl::new(Permission::CREATE, AuthId::anyone())];
+    raw.set_acl(&secret, &acl, None).await.unwrap();
+    let error = client
+        .list("")
+        .unwrap()
+        .next()
+        .await
+        .expect("not as if it were free")
+        .unwrap_err();
+    let said = chain(&error);
+    assert!(!error.is_transient() && said.contains(&secret), "{said}");
+}
+
+/// Nobody has it throughout. The one beside it is shown.
+#[tokio::test]
+async fn a_lock_that_is_passed_on_and_on_ends_no_list() {
+    const WAY: Duration = Duration::from_millis(50);
+
+    if no_zookeeper() {
+        return;
+    }
+    let raw = raw(shared().addr()).await;
+    let proxy = Proxy::start(shared().addr()).unwrap();
+    let (client, root) = in_own_namespace(&raw, "busy", proxy.addr()).await;
+    let steady = lock(&client, "steady").acquire().await.unwrap();
+    let busy = format!("{root}/busy");
+    let passing = tokio::spawn(async move {
+        let mut before = contender(&raw, &busy, &format!("{GUID}-lock-")).await;
+        loop {
+            let next = contender(&raw, &busy, &format!("{GUID}-lock-")).await;
+            raw.delete(&before, None).await.unwrap();
+            before = next;
+            tokio::time::sleep(WAY / 10).await;
+        }
+    });
+    // Whoever is listed has gone long before its node is read.
+    proxy.set(Mode::Delay {
+        requests: WAY,
+        replies: WAY,
+    });
+    let mut list = client.list("").unwrap();
+    let mut names = Vec::new();
+    while let Some(found) = soon("a page", list.next()).await {
+        names.push(found.unwrap().name.as_str().to_owned());
+    }
+    assert!(names.contains(&"steady".to_owned()), "{names:?}");
+    assert!(!passing.is_finished(), "nobody was in the way");
+    passing.abort();
+    proxy.set(Mode::Pass);
+    steady.release().await.unwrap();
 }
 
 async fn clients(many: usize) -> Vec<LockClient> {
