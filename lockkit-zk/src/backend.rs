@@ -116,16 +116,17 @@ struct Opening {
 }
 
 impl ZkBackend {
-    /// Opens a session. Call it within a Tokio runtime: the session lives there.
+    /// Opens a session. Makes no node: the first acquisition makes the directories that are missing, and to look, it is enough to read.
+    /// Call it within a Tokio runtime: the session lives there.
     ///
     /// # Errors
     /// [`Error::InvalidOptions`] for a value that cannot be kept, perhaps because of what the server grants, and for a file of
     /// certificates that cannot be used. Files are read once, here. [`Error::Backend`] if no server can be reached, or none lets
-    /// this client in. It is permanent if TLS with every server failed because of a certificate.
+    /// this client in. It is permanent if TLS with every server failed because of a certificate. If nodes cannot be made, acquisitions
+    /// say so.
     ///
     /// # Cancel safety
-    /// May be dropped at any await. A session that has been opened ends. Directories that were made stay or are removed, as
-    /// [`parents`](ZkConfig#structfield.parents) says.
+    /// May be dropped at any await. A session that has been opened ends.
     pub async fn connect(config: ZkConfig) -> Result<Self> {
         let address = config.check()?;
         let layout = Layout::new(&address.chroot, &config.namespace);
@@ -279,6 +280,11 @@ impl ZkBackend {
             }
         }
         Ok(look)
+    }
+
+    async fn show_fence(&self) -> error::Result<FencingToken> {
+        let session = self.shared.session().await?;
+        session.fence(self.shared.layout()).await.map(FencingToken::new)
     }
 
     async fn raise(&self, above: u64) -> error::Result<FencingToken> {
@@ -509,7 +515,7 @@ impl Backend for ZkBackend {
     }
 
     async fn fence(&self) -> Result<FencingToken> {
-        let fence = self.raise(0).await;
+        let fence = error::contained(self.show_fence()).await;
         fence.map_err(|error| error.during("fence"))
     }
 

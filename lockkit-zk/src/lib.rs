@@ -4,7 +4,8 @@
 //!
 //! The layout on the server is documented and stable, and other clients share it on purpose: see [`Nodes`]. The lock `n` of
 //! the namespace `lockkit` is the directory `/lockkit/n`. Its name is percent-encoded outside of `[A-Za-z0-9._-]`.
-//! Semaphores are in `/lockkit/%semaphores`. Each session writes to a node of its own in `/lockkit/%sessions`.
+//! Semaphores are in `/lockkit/%semaphores`. Each session that has asked for a lock writes to a
+//! node of its own in `/lockkit/%sessions`.
 //!
 //! ```no_run
 //! use lockkit_core::LockClient;

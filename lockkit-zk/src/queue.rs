@@ -53,6 +53,7 @@ impl ZkClaim {
                 if !waits && is_busy(&session.list_latest(&self.path).await?, mode) {
                     return Ok(None);
                 }
+                session.prepare().await?;
                 seen = self.enqueue(&session).await?;
                 if matches!(seen, Seen::Nobody) {
                     return self.grant().await;

@@ -70,6 +70,8 @@ pub(crate) struct Core {
     proven: watch::Sender<std::result::Result<Instant, LossReason>>,
     /// The node that it writes to, to prove that it is alive.
     heartbeat_path: String,
+    /// It has that node, or makes it anew. A session that only looks makes none.
+    has_node: AtomicBool,
     /// The node of what is added to transactions to make tokens of them.
     fence_path: String,
     known_bases: Mutex<Option<fence::Known>>,
@@ -144,6 +146,7 @@ impl Session {
                 ended: None,
             }),
             heartbeat_path: layout.heartbeat_path(id),
+            has_node: AtomicBool::new(false),
             fence_path: layout.fence_path(),
             known_bases: Mutex::default(),
             recent_holds: Mutex::default(),
@@ -159,7 +162,7 @@ impl Session {
             task_ended: watch::Sender::new(None),
         });
         // It succeeds on this connection or not at all: the task that makes another does not run yet.
-        contained(core.make_heartbeat_node(&connection)).await?;
+        contained(core.confirm(&connection)).await?;
         runtime.spawn(run(EndOnDrop(core.clone())));
         Ok(Self { core })
     }
@@ -289,7 +292,7 @@ impl Core {
         self.distance.is_far()
     }
 
-    /// Returns the server's clock, in ms since 1970; `None` before the first heartbeat.
+    /// Returns the server's clock, in ms since 1970; `None` before the first write to its node.
     pub(crate) fn server_clock(&self) -> Option<i64> {
         let (then, at) = self.status.borrow().server_clock;
         (then > 0).then(|| then.saturating_add(i64::try_from(at.elapsed().as_millis()).unwrap_or(i64::MAX)))

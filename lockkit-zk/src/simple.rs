@@ -43,6 +43,7 @@ impl ZkClaim {
             if !waits && let Some((_, stat)) = session.read_latest(&self.path).await? {
                 return self.taken_by(&stat);
             }
+            session.prepare().await?;
             if self.make(&session).await? {
                 return self.grant().await;
             }

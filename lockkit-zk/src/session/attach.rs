@@ -299,10 +299,10 @@ async fn attach_to(core: &Core, host: &str, limit: Duration) -> std::result::Res
         connection.abort().await;
         return Err(NotAttached::Ended(LossReason::Disconnected));
     }
-    // Nothing is read from this server before the quorum has acknowledged a write of this session through it. After that, the
+    // Nothing is read from this server before the quorum has acknowledged a transaction of this session through it. After that, the
     // server shows every request of the connection before, or that request was never carried out.
-    match within(limit, contained(core.make_heartbeat_node(&connection))).await {
-        Ok(Ok(_)) => {
+    match within(limit, contained(core.confirm(&connection))).await {
+        Ok(Ok(())) => {
             core.note_sleep();
             core.update_status(|status| {
                 status.proof.confirmed();

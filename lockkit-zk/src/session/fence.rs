@@ -5,17 +5,23 @@
 //! whose watch has told something, or has lost its connection, reads the node before it makes another token. The bases say from which
 //! transaction on each counts. So a transaction has one token for good, and it does not matter who reads it when.
 
-use lockkit_core::spi::fence::Bases;
+use std::iter::successors;
+
+use futures_util::future::join_all;
+use lockkit_core::{LockKind, spi::fence::Bases};
 use zookeeper_client::{CreateMode, Error as ZkError, Stat};
 
-use super::Core;
+use super::{Core, heartbeat::pass_quorum};
 use crate::{
     error::{Failure, Result},
+    layout::{Layout, parent},
     watch::Watch,
 };
 
 /// The number of looks of one request. It looks again if the node has changed meanwhile.
 const MAX_LOOKS: usize = 64;
+/// The number of directories that are looked at together.
+const DIRS_AT_ONCE: usize = 256;
 
 /// The bases, and the watch that tells of others.
 pub(super) struct Known {
@@ -69,8 +75,42 @@ impl Core {
         })
     }
 
-    /// Has all later tokens be above this one, unless they are without that. With zero it only looks. Returns the highest that there may
-    /// be by then.
+    /// Returns the highest token that there may be. Writes nothing, since whoever asks may only be allowed to read.
+    pub(crate) async fn fence(&self, layout: &Layout) -> Result<u64> {
+        let connection = self.connection().await?;
+        // From here on, this server has all that was done before.
+        pass_quorum(&connection).await?;
+        let bases = match self.read_latest(&self.fence_path).await? {
+            Some((data, stat)) => self.read(&data, &stat)?,
+            None => Bases::default(),
+        };
+        let root = layout.locks_path(LockKind::Lock);
+        let mut dirs = Vec::new();
+        for dir in [&layout.locks_path(LockKind::Semaphore), &root] {
+            let children = self.children(dir).await.map_err(|failure| failure.about(dir))?;
+            let dir_above = dir.trim_end_matches('/');
+            dirs.extend(children.iter().map(|child| format!("{dir_above}/{child}")));
+            dirs.push(dir.clone());
+        }
+        // A node that has a token was made in one of these, or in one that has gone since: that was a change of the one above, which comes
+        // after it here.
+        let above = successors(Some(parent(&root)), |dir| (!dir.is_empty()).then(|| parent(dir)));
+        dirs.extend(above.map(|dir| match dir {
+            "" => "/".to_owned(),
+            dir => dir.to_owned(),
+        }));
+        let mut latest = 0;
+        for some in dirs.chunks(DIRS_AT_ONCE) {
+            let looks = some.iter().map(|dir| connection.client.check_stat(dir));
+            for stat in join_all(looks).await {
+                latest = stat?.map_or(latest, |stat| latest.max(stat.pzxid));
+            }
+        }
+        let number = u64::try_from(latest).map_err(|_| Failure::NoTokens(latest))?;
+        bases.fence(number).ok_or(Failure::NoTokens(latest))
+    }
+
+    /// Has all later tokens be above this one, unless they are without that. Returns the highest that there may be by then.
     pub(crate) async fn raise_fence(&self, above: u64) -> Result<u64> {
         for _ in 0..MAX_LOOKS {
             let found = self.read_latest(&self.fence_path).await?;

@@ -1,14 +1,14 @@
 //! The proof that a session is alive: writes to a node of its own, which the quorum acknowledges.
 
-use std::{fmt::Write as _, time::Duration};
+use std::{fmt::Write as _, sync::atomic::Ordering, time::Duration};
 
 use tokio::time::{Instant, sleep};
-use zookeeper_client::{CreateMode, Error as ZkError};
+use zookeeper_client::{CreateMode, Error as ZkError, MultiWriteError, MultiWriteResult};
 
 use super::Core;
 use crate::{
     connection::Connection,
-    error::{Failure, Result, contained},
+    error::{Failure, Result, contained, is_refusal},
     layout::parent,
 };
 
@@ -39,6 +39,25 @@ impl Core {
         data
     }
 
+    /// Makes the node that the session writes to, unless it has one. Comes before anything is held or queued for.
+    pub(crate) async fn prepare(&self) -> Result<()> {
+        if self.has_node.load(Ordering::Relaxed) {
+            return Ok(());
+        }
+        let connection = self.connection().await?;
+        let made = self.make_heartbeat_node(&connection).await;
+        made.map(drop)
+            .map_err(|failure| failure.about(parent(&self.heartbeat_path)))
+    }
+
+    /// Has the quorum acknowledge a first request of this session on the connection, which makes its node if it is to have one.
+    pub(super) async fn confirm(&self, connection: &Connection) -> Result<()> {
+        if self.has_node.load(Ordering::Relaxed) {
+            return self.make_heartbeat_node(connection).await.map(drop);
+        }
+        pass_quorum(connection).await
+    }
+
     /// Makes the node that the session writes to, and returns when the request was sent. A reply is the quorum's.
     pub(super) async fn make_heartbeat_node(&self, connection: &Connection) -> Result<Instant> {
         let options = self.node_options.contender(CreateMode::Ephemeral);
@@ -51,7 +70,10 @@ impl Core {
                 .await
             {
                 // It exists if the reply to an earlier request was lost: no other session has this id.
-                Ok(_) | Err(ZkError::NodeExists) => return Ok(sent),
+                Ok(_) | Err(ZkError::NodeExists) => {
+                    self.has_node.store(true, Ordering::Relaxed);
+                    return Ok(sent);
+                }
                 Err(ZkError::NoNode) => {
                     self.make_directory_on(connection, parent(&self.heartbeat_path))
                         .await?;
@@ -65,8 +87,22 @@ impl Core {
     }
 }
 
-/// Proves again and again, by a write that the quorum acknowledges, that the session is alive. Returns when the session has
-/// ended.
+/// Has the quorum acknowledge a transaction that changes nothing. A refusal is the quorum's reply, too.
+pub(super) async fn pass_quorum(connection: &Connection) -> Result<()> {
+    let mut checks = connection.client.new_multi_writer();
+    checks.add_check_version("/", -1)?;
+    match checks.commit().await {
+        Ok(results) if matches!(&results[..], [MultiWriteResult::Check]) => Ok(()),
+        Ok(_) => Err(ZkError::UnexpectedError("a check had another result".to_owned()).into()),
+        Err(MultiWriteError::OperationFailed { source, .. }) if is_refusal(&source) => Ok(()),
+        Err(MultiWriteError::OperationFailed { source, .. } | MultiWriteError::RequestFailed { source }) => {
+            Err(source.into())
+        }
+    }
+}
+
+/// Proves again and again, by a write that the quorum acknowledges, that the session is alive. One that has only looked so far writes
+/// nothing to it. Returns when the session has ended.
 pub(super) async fn heartbeat(core: &Core) {
     let mut was_refused = false;
     let mut connections = core.connection.subscribe();
@@ -83,6 +119,10 @@ pub(super) async fn heartbeat(core: &Core) {
         let data = core.heartbeat_data();
         let (asleep, sent) = (core.note_sleep(), Instant::now());
         let acknowledged = contained(async {
+            if !core.has_node.load(Ordering::Relaxed) {
+                pass_quorum(&connection).await?;
+                return Ok((sent, None));
+            }
             let client = &connection.client;
             match client.set_data(&core.heartbeat_path, data.as_bytes(), None).await {
                 Ok(stat) => Ok((sent, Some(stat.mtime))),

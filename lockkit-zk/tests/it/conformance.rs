@@ -67,7 +67,7 @@ impl Zk {
 #[async_trait]
 impl Harness for Zk {
     async fn client(&self) -> Result<LockClient> {
-        Ok(server::patiently(self.config(&self.address())).await)
+        Ok(server::only_connected(self.config(&self.address())).await)
     }
 
     fn missing(&self) -> Option<Missing> {
@@ -85,7 +85,7 @@ impl Harness for Zk {
         #[cfg(feature = "tls")]
         if let Variant::Secured = self.0 {
             // The first handshakes of a server that has just come up take seconds.
-            return Ok(server::patiently(self.config(url)).await);
+            return Ok(server::only_connected(self.config(url)).await);
         }
         server::client(self.config(url)).await
     }

@@ -615,27 +615,26 @@ async fn an_opening_goes_on_without_its_caller() {
     let server = ZkServer::plain().unwrap();
     let proxy = Proxy::start(server.addr()).unwrap();
     let (raw, ours) = (raw(server.addr()).await, server::connect(proxy.addr()).await);
-    let sessions = async || raw.list_children("/lockkit/%sessions").await.unwrap_or_default();
-    let first = sessions().await.remove(0);
+    let sessions = raw.list_children("/lockkit/%sessions").await.unwrap();
     let name = unique("opening");
     let guard = lock(&ours, &name).acquire().await.unwrap();
-    let id = i64::from_str_radix(&first, 16).unwrap();
+    let id = i64::from_str_radix(&sessions[0], 16).unwrap();
     tokio::task::block_in_place(|| server.end_session(id)).unwrap();
     soon("told", guard.lost()).await;
     proxy.set(Mode::Delay {
         requests: Duration::ZERO,
         replies: Duration::from_millis(300),
     });
+    let before = server.sessions().unwrap();
+    // One that has locked nothing has no node.
+    let is_another = || server.sessions().unwrap().iter().any(|id| !before.contains(id));
     let hasty = AcquireOptions::new().op_timeout(Duration::from_millis(100));
     let hasty = lock(&ours, &name).with_options(hasty);
     assert!(hasty.try_acquire().await.unwrap_err().is_transient());
-    eventually("there is another session", async || {
-        sessions().await.iter().any(|session| *session != first)
-    })
-    .await;
+    eventually("there is another session", async || is_another()).await;
     proxy.set(Mode::Pass);
     ours.close(Duration::from_secs(10)).await.unwrap();
-    eventually("and it is closed", async || sessions().await.is_empty()).await;
+    eventually("and it is closed", async || !is_another()).await;
 }
 
 /// A request that is neither polled nor dropped keeps no other of its client from a session.

@@ -247,7 +247,62 @@ async fn in_own_namespace(raw: &Client, test: &str, addrs: impl Display) -> (Loc
     let root = format!("/{}", config.namespace);
     let options = CreateMode::Persistent.with_acls(Acls::anyone_all());
     raw.mkdir(&root, &options).await.unwrap();
-    (server::patiently(config).await, root)
+    (server::only_connected(config).await, root)
+}
+
+/// It is made by whoever locks first.
+#[tokio::test]
+async fn looking_makes_no_node() {
+    if no_zookeeper() {
+        return;
+    }
+    let raw = raw(shared().addr()).await;
+    let mut config = server::config(shared().addr());
+    config.namespace = unique("untouched");
+    let root = format!("/{}", config.namespace);
+    let is_there = async |path: &str| raw.check_stat(path).await.unwrap().is_some();
+    let client = server::only_connected(config).await;
+    assert!(client.inspect("n").await.unwrap().is_free());
+    assert!(client.list("").unwrap().next().await.is_none());
+    let fence = client.fence().await.unwrap();
+    // Longer than from one heartbeat to the next.
+    tokio::time::sleep(Duration::from_millis(1_500)).await;
+    assert!(!is_there(&root).await, "looking and living on write nothing");
+    let guard = lock(&client, "n").acquire().await.unwrap();
+    assert!(guard.token() > fence);
+    assert!(is_there(&format!("{root}/%sessions")).await && is_there(&format!("{root}/n")).await);
+    assert!(client.fence().await.unwrap() >= guard.token());
+    guard.release().await.unwrap();
+}
+
+#[tokio::test]
+async fn who_may_only_read_can_look() {
+    if no_zookeeper() {
+        return;
+    }
+    let raw = raw(shared().addr()).await;
+    let mut config = server::config(shared().addr());
+    config.namespace = unique("readable");
+    let root = format!("/{}", config.namespace);
+    let holder = server::patiently(config.clone()).await;
+    let guard = lock(&holder, "job").acquire().await.unwrap();
+    let acl = [Acl::new(Permission::READ, AuthId::anyone())];
+    for dir in [&root, &format!("{root}/job"), &format!("{root}/%sessions")] {
+        raw.set_acl(dir, &acl, None).await.unwrap();
+    }
+    let looker = server::only_connected(config).await;
+    let state = looker.inspect("job").await.unwrap();
+    assert_eq!(state.holders[0].token, guard.token());
+    let found = looker.list("").unwrap().next().await.unwrap().unwrap();
+    assert_eq!(found.name.as_str(), "job");
+    assert!(looker.fence().await.unwrap() >= guard.token());
+    let refused = lock(&looker, "other").try_acquire().await.unwrap_err();
+    let said = chain(&refused);
+    assert!(
+        !refused.is_transient() && said.contains(&format!("{root}/%sessions")),
+        "{said}"
+    );
+    assert!(guard.is_held());
 }
 
 /// Somebody has written what lockkit never does where tokens are raised.

@@ -83,7 +83,27 @@ pub(crate) async fn connect(addrs: impl Display) -> LockClient {
     patiently(config(addrs)).await
 }
 
+/// Connects as [`only_connected`], and has had a lock by then. Its first acquisition makes more than later ones.
 pub(crate) async fn patiently(config: ZkConfig) -> LockClient {
+    let client = only_connected(config).await;
+    let first = lock(&client, &unique("first"));
+    let deadline = Instant::now() + Duration::from_mins(1);
+    loop {
+        match first.acquire().await {
+            Err(error) if error.is_transient() && Instant::now() < deadline => {
+                tokio::time::sleep(Duration::from_millis(10)).await;
+            }
+            outcome => {
+                // If the reply is lost, its client asks again.
+                let _ = outcome.expect("a lock").release().await;
+                return client;
+            }
+        }
+    }
+}
+
+/// Connects to servers that may be just coming up.
+pub(crate) async fn only_connected(config: ZkConfig) -> LockClient {
     let deadline = Instant::now() + Duration::from_mins(1);
     loop {
         match client(config.clone()).await {

@@ -119,7 +119,7 @@ fn zookeeper_errors_are_those_of_the_catalogue() {
         rights,
         || {
             node(server, "/barred", Permission::READ);
-            connecting(&format!("zk://{at}/barred"))
+            trying(&format!("zk://{at}/barred"))
         },
     );
     table.row(
@@ -138,7 +138,7 @@ fn zookeeper_errors_are_those_of_the_catalogue() {
         says("not authorized", "grant the user").of("/owned"),
         rights,
         || {
-            let other = format!("zk://other:canary@{at}/owned?access=creator");
+            let other = format!("zk://other:canary@{at}/owned?access=creator&parents=persistent");
             in_this_process(async {
                 let client = connect(&other).await.unwrap();
                 client
@@ -152,7 +152,7 @@ fn zookeeper_errors_are_those_of_the_catalogue() {
                     .unwrap();
                 client.close(std::time::Duration::from_secs(1)).await.unwrap();
             });
-            connecting(&format!("zk://{at}/owned"))
+            trying(&format!("zk://{at}/owned"))
         },
     );
     table.row(
