@@ -1,7 +1,9 @@
 use std::{
     fs, io,
+    net::SocketAddr,
     path::{Path, PathBuf},
     sync::Arc,
+    time::Duration,
 };
 
 use rcgen::{
@@ -9,7 +11,7 @@ use rcgen::{
     KeyUsagePurpose, date_time_ymd,
 };
 use rustls::{
-    ServerConfig,
+    ClientConfig, ClientConnection, RootCertStore, ServerConfig,
     crypto::ring,
     pki_types::{CertificateDer, PrivateKeyDer, pem::PemObject as _},
 };
@@ -100,6 +102,33 @@ impl Certificates {
         TlsAcceptor::from(Arc::new(config)).accept(client).await
     }
 
+    /// Shakes hands with the server at this address as the [`client`](Self::client). That one of them refuses the other is an answer, too.
+    ///
+    /// # Errors
+    /// If the server says nothing for so long.
+    pub(crate) fn shake_hands(&self, addr: SocketAddr, limit: Duration) -> io::Result<()> {
+        let authority = CertificateDer::from_pem_file(self.authority()).map_err(io::Error::other)?;
+        let client = CertificateDer::from_pem_file(self.client()).map_err(io::Error::other)?;
+        let key = PrivateKeyDer::from_pem_file(self.client_key()).map_err(io::Error::other)?;
+        let mut roots = RootCertStore::empty();
+        roots.add(authority).map_err(io::Error::other)?;
+        let config = ClientConfig::builder_with_provider(Arc::new(ring::default_provider()))
+            .with_safe_default_protocol_versions()
+            .map_err(io::Error::other)?
+            .with_root_certificates(roots)
+            .with_client_auth_cert(vec![client], key)
+            .map_err(io::Error::other)?;
+        let name = addr.ip().into();
+        let mut hands = ClientConnection::new(Arc::new(config), name).map_err(io::Error::other)?;
+        let mut stream = std::net::TcpStream::connect_timeout(&addr, limit)?;
+        stream.set_read_timeout(Some(limit))?;
+        match hands.complete_io(&mut stream) {
+            Err(error) if error.kind() == io::ErrorKind::InvalidData => Ok(()),
+            Ok(_) if hands.is_handshaking() => Err(io::ErrorKind::TimedOut.into()),
+            done => done.map(drop),
+        }
+    }
+
     fn path(&self, name: &str) -> PathBuf {
         self.directory.path().join(name)
     }
@@ -167,4 +196,38 @@ fn named(common_name: &str, subjects: &[&str]) -> Result<CertificateParams, Fail
     let mut params = CertificateParams::new(subjects)?;
     params.distinguished_name.push(DnType::CommonName, common_name);
     Ok(params)
+}
+
+#[cfg(test)]
+mod tests {
+    use tokio::net::TcpListener;
+
+    use super::*;
+
+    /// It may be that of a server which is just coming up.
+    #[test]
+    fn a_port_that_says_nothing_is_no_server() {
+        let certificates = Certificates::generate().unwrap();
+        let silent = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        let shaken = certificates.shake_hands(silent.local_addr().unwrap(), Duration::from_millis(50));
+        assert!(shaken.is_err());
+    }
+
+    #[tokio::test]
+    async fn a_server_answers_a_handshake_also_by_a_refusal() {
+        let certificates = Arc::new(Certificates::generate().unwrap());
+        let stranger = Arc::new(Certificates::generate().unwrap());
+        for (server, is_trusted) in [(&certificates, true), (&stranger, false)] {
+            let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+            let addr = listener.local_addr().unwrap();
+            let client = certificates.clone();
+            let shaking =
+                tokio::task::spawn_blocking(move || client.shake_hands(addr, Duration::from_secs(60)));
+            let (stream, _) = listener.accept().await.unwrap();
+            let accepted = server.accept(stream, &[]).await;
+            shaking.await.unwrap().unwrap();
+            // What the client sends last may come after the server is done.
+            assert!(accepted.is_ok() || !is_trusted);
+        }
+    }
 }

@@ -2,7 +2,7 @@ use std::{
     collections::{BTreeMap, BTreeSet},
     fs,
     io::{self, Write as _},
-    net::{SocketAddr, TcpStream},
+    net::SocketAddr,
     process::Command,
     sync::Arc,
     time::Duration,
@@ -17,6 +17,10 @@ use crate::{
 /// The servers' tick.
 pub(super) const TICK: Duration = Duration::from_millis(100);
 
+/// The longest that a server may take for one step of a handshake. Before the first one a JVM loads all that it needs for that, which takes
+/// seconds on a busy machine.
+const HANDSHAKE: Duration = Duration::from_secs(20);
+
 /// A private ZooKeeper server on a port of its own, which it keeps over restarts. Its data stay on disk.
 ///
 /// Its tick is 100 ms, and it grants session timeouts from 200 ms to a minute. Its dropping ends it, and so does the
@@ -28,7 +32,7 @@ pub struct ZkServer {
     port: Port,
     secure: Option<Port>,
     _clock: Option<Clock>,
-    _certificates: Option<Arc<Certificates>>,
+    certificates: Option<Arc<Certificates>>,
 }
 
 /// The options of a [`ZkServer`].
@@ -169,7 +173,7 @@ impl ZkBuilder {
             port,
             secure,
             _clock: self.clock,
-            _certificates: self.certificates,
+            certificates: self.certificates,
         })
     }
 }
@@ -313,9 +317,11 @@ impl ZkServer {
             if !answer.contains("Mode:") {
                 return Err(io::Error::other(answer));
             }
-            // It begins to listen there a little later.
-            self.secure_addr()
-                .map_or(Ok(()), |addr| TcpStream::connect(addr).map(drop))
+            // It begins to listen there a little later, and clients do not wait for as long as its first handshake may take.
+            match (self.secure_addr(), &self.certificates) {
+                (Some(addr), Some(certificates)) => certificates.shake_hands(addr, HANDSHAKE),
+                _ => Ok(()),
+            }
         })
     }
 
