@@ -94,7 +94,9 @@ impl ZkClaim {
                 .delete(node.in_crowd && self.request.mode == Mode::Exclusive)
                 .await?;
         }
-        if let Some(node) = &mut self.shared_node {
+        if let Some(node) = &mut self.shared_node
+            && node.session.ended().is_none()
+        {
             kept |= node.look().await?;
             node.delete(false).await?;
         }
@@ -151,14 +153,14 @@ impl Claim for ZkClaim {
     }
 
     async fn release(&mut self) -> lockkit_core::Result<()> {
-        let held = self.node.as_ref().filter(|node| node.is_held());
-        let ended = held.and_then(|node| node.session.ended());
+        let session = self.node.as_ref().map(|node| node.session.clone());
         let kept = contained(self.leave()).await;
-        let kept = kept.map_err(|failure| failure.about(&self.path).during("release"))?;
-        match ended.or((!kept).then_some(LossReason::Revoked)) {
-            None => Ok(()),
-            Some(reason) => Err(Error::lost(NAME, self.request.name.clone(), reason)),
+        if kept.map_err(|failure| failure.about(&self.path).during("release"))? {
+            return Ok(());
         }
+        let ended = session.and_then(|session| session.ended());
+        let reason = ended.unwrap_or(LossReason::Revoked);
+        Err(Error::lost(NAME, self.request.name.clone(), reason))
     }
 
     fn session(&self) -> Option<SessionProof> {

@@ -190,18 +190,21 @@ pub(crate) fn earlier_node<'a>(
     owner: u128,
     asked: u32,
 ) -> Option<&'a String> {
-    let is_owners = |child: &str| {
-        let guid = child.strip_prefix("_c_").and_then(|rest| rest.get(..36));
-        let guid = guid.and_then(|guid| Uuid::try_parse(guid).ok());
-        guid.is_some_and(|guid| {
-            (guid.as_u128() ^ owner) >> NUMBER_BIT < u128::from(asked)
-                && (guid.as_u128() ^ owner) << (128 - NUMBER_BIT) == 0
-        })
-    };
     if asked < 2 {
         return None;
     }
-    children.iter().find(|child| *child != own && is_owners(child))
+    let mut children = children.iter();
+    children.find(|child| *child != own && is_owners(child, owner, asked))
+}
+
+/// Returns whether a node is one of the `asked` nodes that this owner has asked for.
+pub(crate) fn is_owners(child: &str, owner: u128, asked: u32) -> bool {
+    let guid = child.strip_prefix("_c_").and_then(|rest| rest.get(..36));
+    let guid = guid.and_then(|guid| Uuid::try_parse(guid).ok());
+    guid.is_some_and(|guid| {
+        (guid.as_u128() ^ owner) >> NUMBER_BIT < u128::from(asked)
+            && (guid.as_u128() ^ owner) << (128 - NUMBER_BIT) == 0
+    })
 }
 
 /// Parses a node's name; `None` if it is no contender of lockkit's, Curator's or kazoo's.

@@ -372,8 +372,8 @@ impl OwnNode {
     /// turned out to be gone.
     pub(crate) async fn delete(&mut self, announces: bool) -> Result<bool> {
         if self.session.ended().is_some() {
-            // The node ends with it.
-            return Ok(true);
+            // The node ends with it, or has ended.
+            return Ok(!self.is_held());
         }
         let is_there = self.look().await?;
         let is_held = self.is_held();
@@ -381,11 +381,11 @@ impl OwnNode {
         let Some(FoundNode { path, czxid }) = self.node().filter(|_| is_there).cloned() else {
             return Ok(is_again || !is_held);
         };
-        self.leaving = true;
+        let sent = &mut self.leaving;
         let deleted = if announces && is_held {
-            self.session.delete_held(&path, czxid).await?
+            self.session.delete_held(&path, czxid, sent).await?
         } else {
-            match self.session.delete_own(&self.abandon_watch, &path).await {
+            match self.session.delete_own(&self.abandon_watch, &path, sent).await {
                 // The session has deleted it, or will.
                 Err(Failure::Abandoned) => false,
                 deleted => deleted?,

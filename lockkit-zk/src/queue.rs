@@ -19,7 +19,7 @@ use crate::{
     claim::{MAX_LOOKS, ZkClaim},
     crowded_dirs::Crowding,
     error::{Failure, Result, is_refusal},
-    layout::{NodeRef, basename, earlier_node, is_used_up, marker, sequence},
+    layout::{NodeRef, basename, earlier_node, is_owners, is_used_up, marker, sequence},
     own_node::OwnNode,
     predecessors::{Predecessors, Writer},
     session::{Enqueued, FoundNode, Session},
@@ -50,7 +50,7 @@ impl ZkClaim {
             let mut seen = Seen::Nothing;
             if self.node.is_none() {
                 let session = self.shared.session().await?;
-                if !waits && is_busy(&session.list_latest(&self.path).await?, mode) {
+                if !waits && self.is_busy(&session).await? {
                     return Ok(None);
                 }
                 session.prepare().await?;
@@ -122,6 +122,13 @@ impl ZkClaim {
             }
         }
         Err(self.unstable())
+    }
+
+    /// Returns whether others keep it out. A node of its own that it has given up may still be there.
+    async fn is_busy(&self, session: &Session) -> Result<bool> {
+        let mut others = session.list_latest(&self.path).await?;
+        others.retain(|child| !is_owners(child, self.request.owner.get(), self.asked));
+        Ok(is_busy(&others, self.request.mode))
     }
 
     /// Makes the node.

@@ -258,23 +258,33 @@ impl Core {
         Ok(unless_missing(written)?.is_some())
     }
 
-    /// Deletes a claim's node, unless that was taken away: another claim's may be there by now.
-    pub(crate) async fn delete_own(&self, abandon_watch: &AbandonWatch<NodeRef>, path: &str) -> Result<bool> {
+    /// Deletes a claim's node, unless that was taken away: another claim's may be there by now. `false` if there is none. Notes when the
+    /// request has been `sent`: who is dropped while it waits for a connection has asked for nothing.
+    pub(crate) async fn delete_own(
+        &self,
+        abandon_watch: &AbandonWatch<NodeRef>,
+        path: &str,
+        sent: &mut bool,
+    ) -> Result<bool> {
         let connection = self.connection().await?;
         let client = &connection.client;
-        deleted(abandon_watch.send(|| client.delete(path, None))?.await)
+        let deleting = abandon_watch.send(|| client.delete(path, None))?;
+        *sent = true;
+        deleted(deleting.await)
     }
 
     /// Deletes the node of a hold and announces in the same transaction, for [its waiter](Self::was_held), that it was a hold;
-    /// `false` if there is none.
-    pub(crate) async fn delete_held(&self, path: &str, czxid: i64) -> Result<bool> {
+    /// `false` if there is none. Notes when the request has been `sent`.
+    pub(crate) async fn delete_held(&self, path: &str, czxid: i64, sent: &mut bool) -> Result<bool> {
         let data = self.heartbeat_data_with(czxid);
         let connection = self.connection().await?;
         let client = &connection.client;
         let mut writer = client.new_multi_writer();
         writer.add_set_data(&self.heartbeat_path, data.as_bytes(), None)?;
         writer.add_delete(path, None)?;
-        match writer.commit().await {
+        let deleting = writer.commit();
+        *sent = true;
+        match deleting.await {
             Ok(_) => Ok(true),
             Err(MultiWriteError::OperationFailed {
                 index: 1,

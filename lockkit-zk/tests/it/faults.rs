@@ -10,9 +10,12 @@ use std::{
 };
 
 use lockkit_conformance::stall::Stopwatch;
-use lockkit_core::{AcquireOptions, Error, LossReason};
+use lockkit_core::{
+    AcquireOptions, Error, LockName, LossReason,
+    spi::{Backend as _, ClaimRequest, Mode as SpiMode, OwnerId},
+};
 use lockkit_testbed::{Clock, Lateness, Mode, Proxy, eventually, zookeeper::ZkServer};
-use lockkit_zk::{Nodes, ZkConfig};
+use lockkit_zk::{Nodes, ZkBackend, ZkConfig};
 use zookeeper_client::{Acls, CreateMode};
 
 use crate::server::{
@@ -187,6 +190,48 @@ async fn a_release_whose_reply_is_lost_releases_once() {
     assert!(held.is_held() && !waiting.is_finished());
     held.release().await.unwrap();
     takes_its_turn("ours again", waiting).await;
+}
+
+/// The node goes while the release waits for a connection, and has asked the server for nothing.
+#[tokio::test]
+async fn a_release_that_finds_no_node_is_a_loss() {
+    if no_zookeeper() {
+        return;
+    }
+    let minute = Duration::from_secs(60);
+    let (name, raw) = (unique("no-node"), raw(shared().addr()).await);
+    let proxy = Proxy::start(shared().addr()).unwrap();
+    let mut config = server::config(proxy.addr());
+    config.session_timeout = minute;
+    let backend = ZkBackend::connect(config).await.unwrap();
+    let request = ClaimRequest::new(
+        LockName::new(&name).unwrap(),
+        SpiMode::Exclusive,
+        minute,
+        OwnerId::new(7),
+    );
+    let mut claim = backend.claim(&request).await.unwrap();
+    claim.attempt(Duration::ZERO).await.unwrap().expect("it is free");
+    let connections = proxy.counts().connections;
+    proxy.set(Mode::Blackhole);
+    proxy.reset();
+    eventually("it has lost its connection", async || {
+        proxy.counts().connections > connections
+    })
+    .await;
+    let released = tokio::time::timeout(Duration::from_millis(100), claim.release()).await;
+    assert!(released.is_err(), "there is no connection");
+    let node = children(&raw, &name).await.remove(0);
+    raw.delete(&format!("{}/{node}", dir(&name)), None).await.unwrap();
+    proxy.set(Mode::Pass);
+    let released = loop {
+        match soon("it is back", claim.release()).await {
+            Err(error) if error.is_transient() => tokio::time::sleep(Duration::from_millis(10)).await,
+            released => break released,
+        }
+    };
+    assert!(released.as_ref().is_err_and(Error::is_lost), "{released:?}");
+    backend.close().await.unwrap();
 }
 
 #[tokio::test]

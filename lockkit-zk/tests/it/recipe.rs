@@ -4,9 +4,12 @@ use std::{fmt::Display, net::Ipv4Addr, time::Duration};
 
 use futures_util::future::join_all;
 use lockkit_conformance::Traces;
-use lockkit_core::{AcquireOptions, Error, LockClient, LossReason, Revocation, spi::chain};
+use lockkit_core::{
+    AcquireOptions, Error, LockClient, LockName, LossReason, Revocation,
+    spi::{Backend as _, ClaimRequest, Mode as SpiMode, OwnerId, chain},
+};
 use lockkit_testbed::{Mode, Proxy, eventually, hangs_up, own_address, zookeeper::ZkServer};
-use lockkit_zk::{Access, Digest, Nodes, Parents};
+use lockkit_zk::{Access, Digest, Nodes, Parents, ZkBackend};
 use zookeeper_client::{Acl, Acls, AuthId, Client, CreateMode, Permission};
 
 use crate::server::{
@@ -238,6 +241,33 @@ async fn other_nodes_in_the_directory_are_nobody() {
     let state = client.inspect(&name).await.unwrap();
     assert_eq!((state.holders.len(), state.waiters), (1, Some(0)));
     guard.release().await.unwrap();
+}
+
+/// The claim was given up and begins anew, before its session has deleted what it had.
+#[tokio::test]
+async fn a_try_is_not_kept_out_by_its_own_earlier_node() {
+    if no_zookeeper() {
+        return;
+    }
+    let (name, raw) = (unique("earlier"), raw(shared().addr()).await);
+    let backend = ZkBackend::connect(server::config(shared().addr())).await.unwrap();
+    let ttl = Duration::from_secs(60);
+    let request = ClaimRequest::new(
+        LockName::new(&name).unwrap(),
+        SpiMode::Exclusive,
+        ttl,
+        OwnerId::new(7),
+    );
+    let mut claim = backend.claim(&request).await.unwrap();
+    claim.attempt(Duration::ZERO).await.unwrap().expect("it is free");
+    claim.release().await.unwrap();
+    // The name of the node that it had.
+    contender(&raw, &dir(&name), "_c_00000000-0000-0000-0000-000000000007-lock-").await;
+    let granted = claim.attempt(Duration::ZERO).await.unwrap();
+    granted.expect("nobody else is there");
+    assert_eq!(children(&raw, &name).await.len(), 1);
+    claim.release().await.unwrap();
+    backend.close().await.unwrap();
 }
 
 /// Returns a client of a namespace of its own, and the directory of that, which is there already.
