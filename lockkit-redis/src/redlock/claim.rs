@@ -28,7 +28,7 @@ use crate::{
     wakeup::Wakeup,
 };
 
-/// The time for which an attempt that does not wait retries while its tokens are outrun.
+/// The time for which an attempt that does not wait retries while its tokens are outrun, or nobody gets a majority.
 const LONGEST_TRY: Duration = Duration::from_secs(2);
 
 pub(crate) struct RedlockClaim {
@@ -226,6 +226,59 @@ impl RedlockClaim {
         (outcome, requests, replies)
     }
 
+    /// Contends for the lock once, and again while only its tokens are outrun, for so long.
+    async fn contend(&mut self, waits: &str, longest: Duration) -> Result<Contended> {
+        let masters = self.masters.clone();
+        let first = masters.for_others.take().await;
+        let now = masters.now();
+        let config = AttemptConfig {
+            rules: masters.rules,
+            began: self
+                .outrun_since
+                .take()
+                .unwrap_or_else(|| Beginning::new(now, wall_clock_micros())),
+            ttl: Duration::from_millis(self.ttl_ms()),
+            tokens: self.request.tokens.get().into(),
+            retry_until: now + longest,
+        };
+        let mut attempt = Attempt::begin(config, now, masters.highest_token());
+        let (outcome, mut requests, mut replies) = self.run(&masters, first, &mut attempt, waits).await;
+        let defeat = match outcome {
+            Ok(tokens) => return Ok(Contended::Won(self.won(&attempt, tokens, requests))),
+            Err(defeat) => defeat,
+        };
+        // A master that has reported another holder by now has nothing to give back.
+        while let Some(response) = requests.try_next().await {
+            if response.kind == RequestKind::Vote {
+                replies.add(&masters, &mut attempt, response);
+            }
+        }
+        drop(requests);
+        let is_divided = replies.is_divided(masters.rules.quorum);
+        let is_foreign = replies.is_foreign && defeat != Defeat::Outrun;
+        let mut failures = replies.replies.failures(&masters, attempt.deadline());
+        failures.note_left_out(attempt.left_out());
+        self.give_back(attempt.may_hold()).await;
+        let left = match defeat {
+            Defeat::Taken(left) => left,
+            Defeat::Outrun => {
+                self.outrun_since = Some(attempt.began());
+                None
+            }
+            Defeat::TooLate => {
+                let reason = "the lease was over when a majority of the masters had granted it";
+                return Err(Error::transient(NAME, "acquire", reason));
+            }
+            Defeat::OutOfTokens => return Err(no_tokens_left()),
+            Defeat::Undecided { .. } => return Err(masters.no_quorum("acquire", &failures)),
+        };
+        Ok(Contended::Taken {
+            left,
+            is_divided,
+            is_foreign,
+        })
+    }
+
     fn won(&mut self, attempt: &Attempt, tokens: RangeInclusive<u64>, requests: Requests) -> Grant {
         let lease = self.lease(self.masters.at(attempt.since()));
         self.until = lease.end();
@@ -297,6 +350,18 @@ impl RedlockClaim {
             LossReason::Expired
         }
     }
+}
+
+/// The outcome of contending.
+enum Contended {
+    Won(Grant),
+    Taken {
+        /// The rest of the first lease to end.
+        left: Option<Duration>,
+        /// Nobody is known to have a majority.
+        is_divided: bool,
+        is_foreign: bool,
+    },
 }
 
 /// The masters' replies in a round.
@@ -401,67 +466,37 @@ impl Claim for RedlockClaim {
             (false, false) => "wait",
             (false, true) => "again",
         };
-        // Also without waiting: the hold that it wins may be revoked before `notified` is called.
-        let place = self.place();
-        if !patience.is_zero() {
+        let end = Instant::now() + LONGEST_TRY;
+        loop {
+            // If the driver cut the attempt short, it would not know that the masters had replied.
+            let longest = match patience {
+                Duration::ZERO => end.saturating_duration_since(Instant::now()),
+                _ => patience / 2,
+            };
+            // Also without waiting: the hold that it wins may be revoked before `notified` is called.
+            let place = self.place();
             place.begin();
-            place.listen();
-            self.may_be_listed = true;
-        }
-        let masters = self.masters.clone();
-        let first = masters.for_others.take().await;
-        let now = masters.now();
-        // If the driver cut the attempt short, it would not know that the masters had replied.
-        let longest = match patience {
-            Duration::ZERO => LONGEST_TRY,
-            _ => patience / 2,
-        };
-        let config = AttemptConfig {
-            rules: masters.rules,
-            began: self
-                .outrun_since
-                .take()
-                .unwrap_or_else(|| Beginning::new(now, wall_clock_micros())),
-            ttl: Duration::from_millis(self.ttl_ms()),
-            tokens: self.request.tokens.get().into(),
-            retry_until: now + longest,
-        };
-        let mut attempt = Attempt::begin(config, now, masters.highest_token());
-        let (outcome, mut requests, mut replies) = self.run(&masters, first, &mut attempt, waits).await;
-        let defeat = match outcome {
-            Ok(tokens) => return Ok(Some(self.won(&attempt, tokens, requests))),
-            Err(defeat) => defeat,
-        };
-        // A master that has reported another holder by now has nothing to give back.
-        while let Some(response) = requests.try_next().await {
-            if response.kind == RequestKind::Vote {
-                replies.add(&masters, &mut attempt, response);
+            if !patience.is_zero() {
+                place.listen();
+                self.may_be_listed = true;
             }
-        }
-        drop(requests);
-        let is_divided = replies.is_divided(masters.rules.quorum);
-        let is_foreign = replies.is_foreign && defeat != Defeat::Outrun;
-        let mut failures = replies.replies.failures(&masters, attempt.deadline());
-        failures.note_left_out(attempt.left_out());
-        self.give_back(attempt.may_hold()).await;
-        let left = match defeat {
-            Defeat::Taken(left) => left,
-            Defeat::Outrun => {
-                self.outrun_since = Some(attempt.began());
-                None
-            }
-            Defeat::TooLate => {
-                let reason = "the lease was over when a majority of the masters had granted it";
-                return Err(Error::transient(NAME, "acquire", reason));
-            }
-            Defeat::OutOfTokens => return Err(no_tokens_left()),
-            Defeat::Undecided { .. } => return Err(masters.no_quorum("acquire", &failures)),
-        };
-        if !patience.is_zero() {
+            let (left, is_divided, is_foreign) = match self.contend(waits, longest).await? {
+                Contended::Won(grant) => return Ok(Some(grant)),
+                Contended::Taken {
+                    left,
+                    is_divided,
+                    is_foreign,
+                } => (left, is_divided, is_foreign),
+            };
             let after = self.pause_before_retry(left, is_divided, is_foreign);
             self.place().ask_in(after);
+            // Of several tries at once, each may have got some masters. Then none of them has found it taken.
+            let goes_on = patience.is_zero() && is_divided && !is_foreign && Instant::now() + after < end;
+            if !goes_on {
+                return Ok(None);
+            }
+            self.place().clone().notified().await;
         }
-        Ok(None)
     }
 
     async fn renew(&mut self) -> Result<Renewal> {

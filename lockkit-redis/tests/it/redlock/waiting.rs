@@ -270,6 +270,26 @@ async fn a_try_in_vain_and_a_hand_off_cost_few_commands() {
     assert!(of_hand_off <= 17, "{of_hand_off}");
 }
 
+/// Others have asked at the same time, and each has got some masters for a moment.
+#[tokio::test]
+async fn a_try_at_divided_masters_is_not_told_that_it_is_taken() {
+    if no_server() {
+        return;
+    }
+    let world = World::five();
+    let client = world.client().await;
+    for (owner, masters) in [(1, 0..2), (2, 2..4)] {
+        let value = format!("lockkit:{owner:032x} 1 5 lockkit:lockkit#client:other ");
+        for master in &world.masters[masters] {
+            master.cli(&["SET", "lockkit:a", &value, "PX", "700"]).unwrap();
+        }
+    }
+    let tried = lock(&client, "a", LONG).try_acquire().await.unwrap();
+    let held = tried.expect("nobody has a majority");
+    held.release().await.unwrap();
+    world.nothing_is_left("after a divided vote").await;
+}
+
 /// The hold is broken before the worker has adopted it.
 #[tokio::test]
 async fn a_hold_of_a_try_that_is_broken_at_once_is_told_at_once() {
