@@ -121,7 +121,7 @@ impl Shared {
         };
         let mut reply = control.run(operation, ask()).await?;
         while reply.first().is_some_and(Vec::is_empty) {
-            // It has crashed or was promoted, and no session has begun to draw tokens since: those it knows of are not all.
+            // It has started, has crashed or was promoted, and no session has begun to draw tokens since: those it knows of are not all.
             control.run_together(operation, schema::BEGIN_EPOCH).await?;
             reply = control.run(operation, ask()).await?;
         }

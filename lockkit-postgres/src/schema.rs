@@ -16,7 +16,7 @@ pub(crate) const TOKENS_PER_GRANT: u32 = 1_024;
 /// In a schema of that name, so that all clients of a database use the same, whatever their `search_path` is.
 ///
 /// The tables are unlogged: the server empties them when it recovers from a crash, and a promoted standby has them empty. Without its
-/// row in `epoch`, tokens are not known to be above those that were granted before.
+/// row in `epoch`, tokens are not known to be above those that were granted before. A row's `server` is that of one start of a server.
 const DDL: &str = "\
 CREATE SCHEMA IF NOT EXISTS lockkit;
 CREATE SEQUENCE IF NOT EXISTS lockkit.token INCREMENT BY 1024 CACHE 1;
@@ -50,17 +50,19 @@ const EXCLUSIVELY: &str =
 
 /// Has tokens go on above all that may have been granted: so many draws may be lost with a crash, and the clock was behind what was
 /// granted before unless it was set back. The new position is on disk before anybody can see the row.
-pub(crate) const BEGIN_EPOCH: &str = "\
-SELECT set_config('lock_timeout', '0', true);
-SELECT pg_advisory_xact_lock(1819242347, 1);
-SELECT setval('lockkit.token', greatest(nextval('lockkit.token') + 1024 * 1000000::bigint,
-    (extract(epoch FROM clock_timestamp()) * 1000000)::bigint * 1000)) WHERE NOT EXISTS (
-    SELECT FROM lockkit.epoch WHERE server = (SELECT system_identifier FROM pg_control_system())
-    AND database = (SELECT oid::bigint FROM pg_database WHERE datname = current_database())
-    AND sequence = pg_relation_filenode('lockkit.token')::bigint);
-INSERT INTO lockkit.epoch SELECT system_identifier, (SELECT oid::bigint FROM pg_database WHERE datname = current_database()),
-    pg_relation_filenode('lockkit.token')::bigint FROM pg_control_system() ON CONFLICT DO NOTHING;
-";
+pub(crate) const BEGIN_EPOCH: &str = concat!(
+    "SELECT set_config('lock_timeout', '0', true); SELECT pg_advisory_xact_lock(1819242347, 1); \
+     SELECT setval('lockkit.token', greatest(nextval('lockkit.token') + 1024 * 1000000::bigint, \
+     (extract(epoch FROM clock_timestamp()) * 1000000)::bigint * 1000)) \
+     WHERE NOT EXISTS (SELECT FROM lockkit.epoch WHERE ",
+    sql::this_epoch!(),
+    "); DELETE FROM lockkit.epoch WHERE NOT (",
+    sql::this_epoch!(),
+    "); INSERT INTO lockkit.epoch (server, database, sequence) \
+     SELECT system_identifier # (extract(epoch FROM pg_postmaster_start_time()) * 1000000)::bigint, \
+     (SELECT oid::bigint FROM pg_database WHERE datname = current_database()), \
+     pg_relation_filenode('lockkit.token')::bigint FROM pg_control_system() ON CONFLICT DO NOTHING;",
+);
 
 /// Returns the statements that have tokens go on above this one, and above all that are granted meanwhile, unless they do without that.
 /// The new position is on disk once they are committed.

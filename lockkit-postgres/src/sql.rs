@@ -1,5 +1,18 @@
 //! The statements.
 
+/// The row of `lockkit.epoch` that says that the sequence is above all that was granted before this start of the server.
+///
+/// A server that was stopped in order has the row from before, and nothing in it says that a copy of it has granted meanwhile. So its
+/// start is a part of the row.
+macro_rules! this_epoch {
+    () => {
+        "server = (SELECT system_identifier # (extract(epoch FROM pg_postmaster_start_time()) * 1000000)::bigint FROM pg_control_system()) \
+         AND database = (SELECT oid::bigint FROM pg_database WHERE datname = current_database()) \
+         AND sequence = pg_relation_filenode('lockkit.token')::bigint"
+    };
+}
+pub(crate) use this_epoch;
+
 /// Draws a token after the lock is had: `CASE` forces that order. `NULL` means taken.
 pub(crate) const TRY: &str = "SELECT CASE WHEN pg_try_advisory_lock($1) THEN nextval('lockkit.token') END";
 pub(crate) const TRY_SHARED: &str =
@@ -143,12 +156,9 @@ pub(crate) const CHECK: &str = "\
     FROM pg_stat_get_activity(pg_backend_pid()) a";
 /// The last token that was ever granted, or may have been.
 pub(crate) const FENCE: &str = "SELECT coalesce(pg_sequence_last_value('lockkit.token'::regclass) + 1023, 0)";
-/// Has a row unless the server has crashed, or was promoted, or the sequence was made anew, as a restored dump does, since a session last
-/// made one.
-pub(crate) const IS_SAME_LIFE: &str = "\
-    SELECT 1 FROM lockkit.epoch WHERE server = (SELECT system_identifier FROM pg_control_system()) \
-    AND database = (SELECT oid::bigint FROM pg_database WHERE datname = current_database()) \
-    AND sequence = pg_relation_filenode('lockkit.token')::bigint";
+/// Has a row unless the server has started, has crashed or was promoted, or the sequence was made anew, as a restored dump does, since a
+/// session last made one.
+pub(crate) const IS_SAME_LIFE: &str = concat!("SELECT 1 FROM lockkit.epoch WHERE ", this_epoch!());
 /// Removes what this session, or an earlier process of the same id, has shown.
 pub(crate) const HIDE: &str = "DELETE FROM lockkit.holder WHERE pid = pg_backend_pid()";
 /// Removes what sessions have shown that are gone.

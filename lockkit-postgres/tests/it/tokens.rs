@@ -17,7 +17,8 @@ tests! {
     a_saboteur_shows_that_they_would_come_again
     tokens_rise_over_crashes_of_the_server
     tokens_rise_over_the_crash_of_one_session
-    a_clean_restart_goes_on_with_the_next_token
+    a_clean_restart_goes_on_above
+    tokens_rise_where_a_stopped_primary_comes_back
     tokens_rise_over_a_promotion_of_a_standby_that_lags
     the_fence_is_past_what_a_promoted_standby_lacks
     tokens_go_back_with_the_counter_and_the_clock
@@ -146,12 +147,41 @@ async fn tokens_rise_over_the_crash_of_one_session() {
     }
 }
 
-async fn a_clean_restart_goes_on_with_the_next_token() {
+/// Once for each start, and not for each session.
+async fn a_clean_restart_goes_on_above() {
     let server = private(&[]);
     let before = token(&client(server.addr()).await, "a").await;
     server.restart().unwrap();
     let after = token(&client(server.addr()).await, "a").await;
-    assert_eq!(after, before + 1_024);
+    assert!(after > before + 1_024, "{after} is the next after {before}");
+    let next = token(&client(server.addr()).await, "a").await;
+    assert_eq!(next, after + 1_024);
+    assert_eq!(server.sql("SELECT count(*) FROM lockkit.epoch").unwrap(), "1");
+}
+
+/// It was stopped in order: it has its row of the epoch, and nothing in it says that its standby has granted meanwhile.
+async fn tokens_rise_where_a_stopped_primary_comes_back() {
+    let primary = private(&[]);
+    token(&client(primary.addr()).await, "a").await;
+    let standby = PgServer::builder().standby_of(&primary).unwrap();
+    standby.wait_caught_up(&primary).unwrap();
+    primary.stop().unwrap();
+    standby.promote().unwrap();
+    let last = token(&client(standby.addr()).await, "a").await;
+    standby.stop().unwrap();
+    primary.start().unwrap();
+    let kept: u64 = primary
+        .sql("SELECT last_value FROM lockkit.token")
+        .unwrap()
+        .parse()
+        .unwrap();
+    assert!(kept < last, "it is not behind: {kept}, {last}");
+    assert_eq!(primary.sql("SELECT count(*) FROM lockkit.epoch").unwrap(), "1");
+    let back = client(primary.addr()).await;
+    let fence = back.fence().await.unwrap().get();
+    assert!(fence >= last, "{fence}, and {last} was granted");
+    let after = token(&back, "a").await;
+    assert!(after > last, "{after} was granted after {last}");
 }
 
 async fn tokens_rise_over_a_promotion_of_a_standby_that_lags() {
@@ -265,7 +295,11 @@ async fn a_restored_database_begins_above() {
     let copy = connect(lockkit_postgres::PostgresConfig::new(url)).await.unwrap();
     let after = token(&copy, "a").await;
     assert!(after > before + 1_024 * 1_000, "{after} goes on after {before}");
-    assert_eq!(copied.sql("SELECT count(*) FROM lockkit.epoch").unwrap(), "2");
+    assert_eq!(
+        copied.sql("SELECT count(*) FROM lockkit.epoch").unwrap(),
+        "1",
+        "what is of no use is gone"
+    );
 }
 
 async fn a_dropped_sequence_goes_on_above() {
