@@ -41,12 +41,13 @@ pub(crate) async fn open(options: &Options, lease: u32) -> Result<(Wire, Backend
 }
 
 /// The settings of a session. They win over those of its role and its database. A connection that keeps no time may end a session
-/// neither before its lease nor much later.
+/// neither before its lease nor much later. With this `search_path`, each name in a statement is the server's own, and none that a role or
+/// another session has made: neither a function nor an operator, and no temporary table.
 fn settings(lease: u32) -> String {
     format!(
-        "-c idle_session_timeout={lease} -c tcp_user_timeout={} -c tcp_keepalives_idle=10 -c tcp_keepalives_interval=5 \
-         -c tcp_keepalives_count=100 -c client_connection_check_interval=1000 -c statement_timeout=0 -c lock_timeout={} \
-         -c idle_in_transaction_session_timeout=0 -c synchronous_commit=on \
+        "-c search_path=pg_catalog,pg_temp -c idle_session_timeout={lease} -c tcp_user_timeout={} -c tcp_keepalives_idle=10 \
+         -c tcp_keepalives_interval=5 -c tcp_keepalives_count=100 -c client_connection_check_interval=1000 -c statement_timeout=0 \
+         -c lock_timeout={} -c idle_in_transaction_session_timeout=0 -c synchronous_commit=on \
          -c default_transaction_isolation=read\\ committed",
         user_timeout(lease),
         lock_timeout(lease)

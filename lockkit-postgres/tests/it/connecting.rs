@@ -42,6 +42,7 @@ tests! {
     a_full_server_is_no_taken_lock
     the_limit_of_connections_is_a_clear_error
     settings_of_the_role_do_not_count
+    a_search_path_decides_nothing
     a_unix_socket_is_a_way_to_the_server
     locks_of_two_databases_do_not_exclude
     too_many_permits_are_refused
@@ -489,6 +490,46 @@ async fn settings_of_the_role_do_not_count() {
     );
     guard.release().await.unwrap();
     waiter.granted().await.0.release().await.unwrap();
+}
+
+/// A role that finds functions, operators and views of the server's names before the server's own.
+async fn a_search_path_decides_nothing() {
+    let (mut admin, config) = database("GRANT CREATE ON DATABASE HERE TO HERE");
+    let plain = connect(config).await.unwrap();
+    cycle(&plain, "a").await;
+    let role = admin.sql("SELECT current_database()").unwrap();
+    for statement in [
+        "CREATE SCHEMA theirs",
+        "GRANT USAGE ON SCHEMA theirs TO PUBLIC",
+        "CREATE FUNCTION theirs.pg_try_advisory_lock(bigint) RETURNS bool LANGUAGE sql AS 'SELECT true'",
+        "CREATE FUNCTION theirs.pg_advisory_lock(bigint) RETURNS text LANGUAGE sql AS $$SELECT 'locked'$$",
+        "CREATE FUNCTION theirs.pg_advisory_unlock(bigint) RETURNS bool LANGUAGE sql AS 'SELECT true'",
+        "CREATE FUNCTION theirs.nextval(regclass) RETURNS bigint LANGUAGE sql AS 'SELECT 7::bigint'",
+        "CREATE FUNCTION theirs.never(bigint, bigint) RETURNS bool LANGUAGE sql AS 'SELECT false'",
+        "CREATE OPERATOR theirs.= (LEFTARG = bigint, RIGHTARG = bigint, FUNCTION = theirs.never)",
+        "CREATE VIEW theirs.pg_locks AS SELECT * FROM pg_catalog.pg_locks WHERE false",
+        &format!("CREATE ROLE {role}_b LOGIN PASSWORD 'pw' IN ROLE {role}"),
+        &format!("ALTER ROLE {role}_b SET search_path = theirs, pg_catalog"),
+    ] {
+        admin
+            .sql(statement)
+            .unwrap_or_else(|error| panic!("{statement}: {error}"));
+    }
+    let url = format!("postgres://{role}_b:pw@{}/{role}", shared().addr());
+    let other = connect(PostgresConfig::new(url)).await.unwrap();
+    let guard = plain.lock("a").unwrap().acquire().await.unwrap();
+    let lock = other.lock("a").unwrap();
+    assert!(lock.try_acquire().await.unwrap().is_none(), "both hold");
+    let seen = other.inspect("a").await.unwrap();
+    assert_eq!(seen.holders[0].token, guard.token());
+    let waiter = Waiter::of(lock);
+    waits(&plain, "a").await;
+    guard.release().await.unwrap();
+    let granted = waiter.granted().await.0;
+    assert!(granted.token() > guard.token(), "a sequence of its own");
+    assert!(plain.lock("a").unwrap().try_acquire().await.unwrap().is_none());
+    granted.release().await.unwrap();
+    cycle(&plain, "a").await;
 }
 
 async fn a_unix_socket_is_a_way_to_the_server() {
