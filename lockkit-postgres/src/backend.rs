@@ -171,6 +171,10 @@ impl Backend for PostgresBackend {
                 format!("{permits} is more than the {MAX_PERMITS} that a semaphore in a database can have");
             return Err(Error::invalid_option("permits", why));
         }
+        if request.label.as_ref().is_some_and(|label| label.contains('\0')) {
+            let why = "it has a NUL byte, which no text in PostgreSQL can have";
+            return Err(Error::invalid_option("label", why));
+        }
         Ok(Box::new(PostgresClaim::new(self.shared.clone(), request.clone())))
     }
 

@@ -40,6 +40,7 @@ tests! {
     a_hold_is_ended_by_its_token_and_no_other
     a_revocation_without_a_reply_is_not_denied
     a_label_is_shown_whole
+    a_label_that_no_text_can_have_is_refused
     a_label_beyond_the_databases_encoding_is_shown_escaped
     a_hold_that_is_shown_late_is_listed
     a_locked_table_of_holders_stops_nobody
@@ -669,6 +670,29 @@ async fn a_label_is_shown_whole() {
     let state = client.inspect(&name).await.unwrap();
     assert_eq!(state.holders[0].label.as_deref(), Some(label.as_str()));
     assert!(state.holders[0].since.is_some());
+    guard.release().await.unwrap();
+}
+
+/// A name is kept as bytes, and may have any.
+async fn a_label_that_no_text_can_have_is_refused() {
+    let client = client(shared().addr()).await;
+    let name = format!("{}\0", name("nul"));
+    let lock = client.lock(&name).unwrap();
+    let labelled = lock.clone().with_options(AcquireOptions::new().label("a\0b"));
+    for answer in [
+        labelled.try_acquire().await.map(drop),
+        labelled.acquire().await.map(drop),
+    ] {
+        let error = answer.unwrap_err();
+        let refused = matches!(error, Error::InvalidOptions { option: "label", .. });
+        assert!(refused && error.to_string().contains("NUL"), "{error}");
+    }
+    let guard = lock.acquire().await.unwrap();
+    assert_eq!(
+        client.inspect(&name).await.unwrap().holders[0].token,
+        guard.token()
+    );
+    assert_eq!(listed(&client, &name).await, 1);
     guard.release().await.unwrap();
 }
 
