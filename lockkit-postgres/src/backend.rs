@@ -56,17 +56,18 @@ pub(crate) struct Shared {
 }
 
 impl PostgresBackend {
-    /// Connects, checks that the server's locks can be relied on, and creates what is missing of the schema `lockkit`.
+    /// Connects, and checks that the server's locks can be relied on. The first acquisition creates what is missing of the schema `lockkit`;
+    /// before that, and for inspections and lists, nothing is written.
     ///
     /// # Errors
     /// - [`Error::InvalidOptions`] for an option that cannot be kept, or a file that cannot be used.
     /// - [`Error::Unsupported`] for a server that cannot keep locks: one before PostgreSQL 14, a standby, a session that is read-only, a
     ///   pooler such as PgBouncer, or a schema that was changed.
-    /// - [`Error::Backend`] if the server cannot be reached or refuses the role; if the schema is not there and is not to be created
-    ///   here, with the statements that create it; or if the role lacks rights, with the statements that grant them.
+    /// - [`Error::Backend`] if the server cannot be reached or refuses the role; or if the schema is not there and is not to be created
+    ///   here, with the statements that create it. If it cannot be created here, or the role lacks rights, the first acquisition says so.
     ///
     /// # Cancel safety
-    /// May be dropped at any await. What was created stays.
+    /// May be dropped at any await.
     pub async fn connect(config: PostgresConfig) -> Result<Self> {
         let target = config.target()?;
         let secrets = Secrets::of_passwords(&target.password);
@@ -85,12 +86,9 @@ impl PostgresBackend {
             trust: crate::tls::Trust::new(&config)?,
             runtime: Handle::current(),
         };
-        let sessions = Sessions::new(options, config.max_connections);
+        let sessions = Sessions::new(options, config.max_connections, config.schema);
         let server = sessions.control.connect("connect").await?;
-        schema::prepare(&sessions.control, config.schema).await?;
-        // Opening a session checks that the server keeps its lease, and begins an epoch of tokens if none goes on.
-        let first = sessions.get("connect", 30_000).await?;
-        sessions.put(first).await;
+        schema::check(&sessions.control, config.schema).await?;
         let shared = Arc::new(Shared {
             sessions,
             namespace: config.namespace.as_str().into(),
@@ -113,24 +111,21 @@ impl PostgresBackend {
 impl Shared {
     async fn fence(&self, operation: &'static str) -> Result<FencingToken> {
         let control = &self.sessions.control;
-        let ask = || {
-            vec![
-                Query::once(sql::IS_SAME_LIFE, Vec::new()),
-                Query::once(sql::FENCE, Vec::new()),
-            ]
+        let ask = Query::once(sql::FENCE, Vec::new());
+        let rows = match control.look(Duration::ZERO, operation, ask).await? {
+            Some(rows) => rows,
+            None => control
+                .run(operation, vec![Query::once(sql::FENCE_OF_NONE, Vec::new())])
+                .await?
+                .pop()
+                .unwrap_or_default(),
         };
-        let mut reply = control.run(operation, ask()).await?;
-        while reply.first().is_some_and(Vec::is_empty) {
-            // It has started, has crashed or was promoted, and no session has begun to draw tokens since: those it knows of are not all.
-            control.run_together(operation, schema::BEGIN_EPOCH).await?;
-            reply = control.run(operation, ask()).await?;
+        let row = rows.first().ok_or(Failure::Ended).during(operation)?;
+        if !row.try_get::<_, bool>(1).during(operation)? {
+            let why = "the role may not see the sequence lockkit.token; grant it SELECT there";
+            return Err(Error::permanent(NAME, operation, why));
         }
-        let row = reply.last().and_then(|rows| rows.first());
-        let last: i64 = row
-            .ok_or(Failure::Ended)
-            .during(operation)?
-            .try_get(0)
-            .during(operation)?;
+        let last: i64 = row.try_get(0).during(operation)?;
         // A sequence that somebody has set below zero has granted nothing.
         Ok(FencingToken::new(u64::try_from(last).unwrap_or_default()))
     }
@@ -206,8 +201,10 @@ impl Backend for PostgresBackend {
 
         check(above, MOST)?;
         require_runtime(OPERATION)?;
-        let control = &self.shared.sessions.control;
-        control
+        let sessions = &self.shared.sessions;
+        sessions.prepare(OPERATION).await?;
+        sessions
+            .control
             .run_together(OPERATION, &schema::raise_fence(above.get()))
             .await?;
         self.shared.fence(OPERATION).await

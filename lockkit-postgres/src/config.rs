@@ -62,7 +62,7 @@ lockkit_core::spi::config! {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Schema {
-    /// The backend creates what is missing when it connects.
+    /// The backend creates what is missing with the first acquisition.
     #[default]
     Auto,
     /// You create it, with the statements of [`ddl`](crate::ddl). The role needs no right to create a schema. If something is missing,

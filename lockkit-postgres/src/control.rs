@@ -10,11 +10,13 @@ use tokio::{
     sync::Mutex,
     time::{Instant, sleep},
 };
+use tokio_postgres::Row;
 
 use crate::{
     NAME,
     connection::{Options, Query, Reply, Wire},
     error::{During, Failure},
+    schema,
     server::{self, Backend},
     session::{REPLY_TIMEOUT, SessionId},
     sql,
@@ -93,16 +95,38 @@ impl Control {
         operation: &'static str,
         queries: Vec<Query>,
     ) -> Result<Reply> {
-        if !pause.is_zero() {
-            resumable::on_runtime(
-                NAME,
-                operation,
-                async move { sleep(pause).await },
-                &self.options.runtime,
-            )
-            .await?;
-        }
+        self.pause(pause, operation).await?;
         self.run(operation, queries).await
+    }
+
+    async fn pause(&self, pause: Duration, operation: &'static str) -> Result<()> {
+        if pause.is_zero() {
+            return Ok(());
+        }
+        let pausing = async move { sleep(pause).await };
+        resumable::on_runtime(NAME, operation, pausing, &self.options.runtime).await
+    }
+
+    /// Runs a statement that only reads lockkit's tables, after a pause. Returns `None` if nothing of lockkit's is in the database.
+    ///
+    /// # Errors
+    /// Also if only a part of it is there.
+    pub(crate) async fn look(
+        &self,
+        pause: Duration,
+        operation: &'static str,
+        ask: Query,
+    ) -> Result<Option<Vec<Row>>> {
+        self.pause(pause, operation).await?;
+        let mut reply = self.try_to_run(operation, vec![ask.clone()]).await?;
+        if reply.as_ref().is_err_and(Failure::is_about_what_is_missing) {
+            if schema::is_absent(operation, self).await? {
+                return Ok(None);
+            }
+            // Somebody may have made it in between.
+            reply = self.try_to_run(operation, vec![ask]).await?;
+        }
+        Ok(Some(reply.during(operation)?.pop().unwrap_or_default()))
     }
 
     /// Runs statements as [`run`](Self::run) does, and returns the server's own error as it is.

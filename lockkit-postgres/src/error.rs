@@ -12,6 +12,8 @@ pub(crate) mod code {
     pub(crate) const PROTOCOL_VIOLATION: &str = "08P01";
     pub(crate) const DEADLOCK_DETECTED: &str = "40P01";
     pub(crate) const UNDEFINED_OBJECT: &str = "42704";
+    pub(crate) const UNDEFINED_TABLE: &str = "42P01";
+    pub(crate) const UNDEFINED_SCHEMA: &str = "3F000";
     pub(crate) const LOCK_NOT_AVAILABLE: &str = "55P03";
     pub(crate) const UNTRANSLATABLE_CHARACTER: &str = "22P05";
     pub(crate) const QUERY_CANCELED: &str = "57014";
@@ -61,6 +63,11 @@ impl Failure {
     pub(crate) fn ends_the_session(&self) -> bool {
         self.database()
             .is_none_or(|error| error.parsed_severity() != Some(Severity::Error))
+    }
+
+    /// Returns `true` if the server knows no such schema, table or sequence.
+    pub(crate) fn is_about_what_is_missing(&self) -> bool {
+        matches!(self.code(), code::UNDEFINED_TABLE | code::UNDEFINED_SCHEMA)
     }
 
     /// Returns `true` if the server ended a statement that nobody here has withdrawn: an operator has, or a deadlock was found.
@@ -170,7 +177,9 @@ fn advice(code: &str) -> Option<&'static str> {
         "28000" => "check the user in the URL, and the server's pg_hba.conf",
         "3D000" => "correct the database in the URL, or create it",
         "42501" => "grant the role what docs/postgres.md lists",
-        "42P01" | "3F000" => "the tables have gone: connect anew, which makes them",
+        code::UNDEFINED_TABLE | code::UNDEFINED_SCHEMA => {
+            "the tables have gone: connect anew, which makes them"
+        }
         "53300" => "raise max_connections, or end connections of other programs",
         "53100" => "make room on the server's disk",
         "25006" => "connect to the primary",

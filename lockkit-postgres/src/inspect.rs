@@ -70,9 +70,10 @@ impl Shared {
         if kind == LockKind::Lock {
             return Ok(keys.held(0));
         }
-        let ask = vec![Query::prepared(sql::SIZE, vec![Parameter::Bigint(keys.queue)])];
-        let reply = self.sessions.inspections.run(operation, ask).await?;
-        let size = reply.first().and_then(|rows| rows.first());
+        let ask = Query::prepared(sql::SIZE, vec![Parameter::Bigint(keys.queue)]);
+        let inspections = &self.sessions.inspections;
+        let rows = inspections.look(Duration::ZERO, operation, ask).await?;
+        let size = rows.as_ref().and_then(|rows| rows.first());
         let size: Option<i32> = size.map(|row| row.try_get(0)).transpose().during(operation)?;
         Ok(keys.held(size.and_then(|size| u32::try_from(size).ok()).unwrap_or(0)))
     }
@@ -86,14 +87,18 @@ impl Shared {
         let (deadline, mut is_first) = (Instant::now() + SHOWN_WITHIN, true);
         loop {
             let pause = if is_first { Duration::ZERO } else { SHOWN_SOON };
-            let ask = Query::prepared(sql::INSPECT, vec![Parameter::Bigints(all.clone())]);
-            let reply = self
-                .sessions
-                .inspections
-                .run_after(pause, operation, vec![ask])
-                .await?;
-            let rows = reply.last().map_or(&[][..], Vec::as_slice);
-            let found = found(rows, held).map_err(Failure::from).during(operation)?;
+            let ask = |statement| Query::prepared(statement, vec![Parameter::Bigints(all.clone())]);
+            let inspections = &self.sessions.inspections;
+            let rows = match inspections.look(pause, operation, ask(sql::INSPECT)).await? {
+                Some(rows) => rows,
+                // Other programs take part without them.
+                None => inspections
+                    .run(operation, vec![ask(sql::INSPECT_WITHOUT_TABLES)])
+                    .await?
+                    .pop()
+                    .unwrap_or_default(),
+            };
+            let found = found(&rows, held).map_err(Failure::from).during(operation)?;
             is_first = false;
             if found.is_complete || Instant::now() >= deadline {
                 return Ok(found.state);

@@ -54,12 +54,15 @@ impl PostgresLister {
         }
     }
 
-    /// Waits until all sessions show what they hold that had something when it was asked for.
-    async fn wait_until_shown(&self) -> Result<()> {
+    /// Waits until all sessions show what they hold that had something when it was asked for. Returns false if there is no table in which
+    /// anything could be shown.
+    async fn wait_until_shown(&self) -> Result<bool> {
         let deadline = Instant::now() + SHOWN_WITHIN;
-        let mut hidden = self.not_shown(false).await?;
+        let Some(mut hidden) = self.not_shown(Duration::ZERO).await? else {
+            return Ok(false);
+        };
         while !hidden.is_empty() && Instant::now() < deadline {
-            let still = self.not_shown(true).await?;
+            let still = self.not_shown(SHOWN_SOON).await?.unwrap_or_default();
             hidden.retain(|session, changed| match (still.get(session), *changed) {
                 (None, _) => false,
                 // It may be about to show it.
@@ -72,18 +75,20 @@ impl PostgresLister {
                 (Some(now), before) => *now == before,
             });
         }
-        Ok(())
+        Ok(true)
     }
 
-    async fn not_shown(&self, is_again: bool) -> Result<NotShown> {
-        let pause = if is_again { SHOWN_SOON } else { Duration::ZERO };
-        let ask = vec![Query::prepared(sql::NOT_SHOWN, Vec::new())];
+    async fn not_shown(&self, pause: Duration) -> Result<Option<NotShown>> {
+        let ask = Query::prepared(sql::NOT_SHOWN, Vec::new());
         let inspections = &self.shared.sessions.inspections;
-        let reply = inspections.run_after(pause, OPERATION, ask).await?;
-        let sessions = reply.last().map_or(&[][..], Vec::as_slice).iter();
-        let sessions = sessions.map(|row| Ok(((row.try_get(0)?, row.try_get(1)?), row.try_get(2)?)));
+        let Some(rows) = inspections.look(pause, OPERATION, ask).await? else {
+            return Ok(None);
+        };
+        let sessions = rows
+            .iter()
+            .map(|row| Ok(((row.try_get(0)?, row.try_get(1)?), row.try_get(2)?)));
         let sessions: std::result::Result<_, tokio_postgres::Error> = sessions.collect();
-        sessions.during(OPERATION)
+        sessions.during(OPERATION).map(Some)
     }
 
     async fn read(&self, kind: LockKind, after: &[u8]) -> Result<Vec<Row>> {
@@ -110,7 +115,10 @@ impl Lister for PostgresLister {
             return Ok(None);
         };
         if !self.has_begun {
-            self.wait_until_shown().await?;
+            if !self.wait_until_shown().await? {
+                self.kinds.clear();
+                return Ok(None);
+            }
             self.has_begun = true;
         }
         let rows = self.read(kind, &after).await?;

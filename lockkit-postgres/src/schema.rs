@@ -1,4 +1,4 @@
-//! The sequence of tokens and the tables, which are created or checked when the client connects.
+//! The sequence of tokens and the tables, which are checked when the client connects, and created by its first acquisition.
 
 use lockkit_core::{Error, Result};
 
@@ -68,8 +68,7 @@ pub(crate) const BEGIN_EPOCH: &str = concat!(
 /// The new position is on disk once they are committed.
 pub(crate) fn raise_fence(above: u64) -> String {
     format!(
-        "SELECT set_config('lock_timeout', '0', true); SELECT pg_advisory_xact_lock(1819242347, 1); \
-         SELECT setval('lockkit.token', greatest({above}, nextval('lockkit.token') + 1024 * 1000000::bigint)) \
+        "{BEGIN_EPOCH} SELECT setval('lockkit.token', greatest({above}, nextval('lockkit.token') + 1024 * 1000000::bigint)) \
          WHERE coalesce(pg_sequence_last_value('lockkit.token'::regclass), 0) + 1023 < {above};"
     )
 }
@@ -106,29 +105,38 @@ pub fn ddl() -> &'static str {
     DDL
 }
 
-/// Creates what is missing, if that is to be done here, and checks it.
-pub(crate) async fn prepare(control: &Control, schema: Schema) -> Result<()> {
-    let mut there = what_is_there(control).await?;
-    if !there.is_complete() {
-        let one_line: String = DDL.split_whitespace().collect::<Vec<_>>().join(" ");
-        if schema == Schema::Manual {
-            return Err(Error::permanent(
-                NAME,
-                "connect",
-                format!("the schema lockkit is not complete; have it made with: {one_line}"),
-            ));
-        }
+/// Checks what is there, and makes nothing.
+pub(crate) async fn check(control: &Control, schema: Schema) -> Result<()> {
+    let there = what_is_there("connect", control).await?;
+    if schema == Schema::Manual && !there.is_complete() {
+        return Err(incomplete("connect"));
+    }
+    there.check()
+}
+
+/// Creates what is missing, if that is to be done here, and checks it, and the rights of this role to lock.
+pub(crate) async fn prepare(operation: &'static str, control: &Control, schema: Schema) -> Result<()> {
+    let mut there = what_is_there(operation, control).await?;
+    if schema == Schema::Auto && !there.is_complete() {
         let made = control
-            .run_together("connect", &format!("{EXCLUSIVELY}{DDL}"))
+            .run_together(operation, &format!("{EXCLUSIVELY}{DDL}"))
             .await;
-        made.map_err(|error| may_not_create(error, &one_line))?;
-        there = what_is_there(control).await?;
+        made.map_err(|error| may_not_create(operation, error))?;
+        there = what_is_there(operation, control).await?;
+    }
+    if !there.is_complete() {
+        return Err(incomplete(operation));
     }
     there.check()?;
-    check_rights(control).await?;
+    check_rights(operation, control).await?;
     let sweep = vec![Query::once(sql::SWEEP, Vec::new())];
-    unless_locked(control.try_to_run("connect", sweep).await?).during("connect")?;
-    Ok(())
+    unless_locked(control.try_to_run(operation, sweep).await?).during(operation)
+}
+
+/// Returns true if nothing of lockkit's is in the database, so that nobody has locked there.
+pub(crate) async fn is_absent(operation: &'static str, control: &Control) -> Result<bool> {
+    let there = what_is_there(operation, control).await?;
+    Ok(there.sequence_is_right.is_none() && there.tables == 0)
 }
 
 /// Takes a failure for none if the reason is that somebody has locked the table: the rows say who holds, and do not decide it.
@@ -152,7 +160,7 @@ impl There {
     }
 
     fn check(&self) -> Result<()> {
-        let what = if self.sequence_is_right != Some(true) {
+        let what = if self.sequence_is_right == Some(false) {
             "a sequence lockkit.token whose numbers may be granted twice or out of order; run: ALTER SEQUENCE lockkit.token \
              INCREMENT BY 1024 CACHE 1 NO CYCLE"
         } else if self.unlogged != self.tables {
@@ -165,41 +173,41 @@ impl There {
     }
 }
 
-async fn what_is_there(control: &Control) -> Result<There> {
+async fn what_is_there(operation: &'static str, control: &Control) -> Result<There> {
     let reply = control
-        .run("connect", vec![Query::once(WHAT_IS_THERE, Vec::new())])
+        .run(operation, vec![Query::once(WHAT_IS_THERE, Vec::new())])
         .await?;
     let Some(row) = reply.first().and_then(|rows| rows.first()) else {
-        return Err(failed("connect", Failure::Ended));
+        return Err(failed(operation, Failure::Ended));
     };
     Ok(There {
-        has_schema: row.try_get(0).during("connect")?,
-        sequence_is_right: row.try_get(1).during("connect")?,
-        tables: row.try_get(2).during("connect")?,
-        unlogged: row.try_get(3).during("connect")?,
+        has_schema: row.try_get(0).during(operation)?,
+        sequence_is_right: row.try_get(1).during(operation)?,
+        tables: row.try_get(2).during(operation)?,
+        unlogged: row.try_get(3).during(operation)?,
     })
 }
 
-async fn check_rights(control: &Control) -> Result<()> {
+async fn check_rights(operation: &'static str, control: &Control) -> Result<()> {
     let reply = control
-        .run("connect", vec![Query::once(RIGHTS, Vec::new())])
+        .run(operation, vec![Query::once(RIGHTS, Vec::new())])
         .await?;
     let Some(row) = reply.first().and_then(|rows| rows.first()) else {
-        return Err(failed("connect", Failure::Ended));
+        return Err(failed(operation, Failure::Ended));
     };
     let rights: [Option<bool>; 3] = [
-        row.try_get(0).during("connect")?,
-        row.try_get(1).during("connect")?,
-        row.try_get(2).during("connect")?,
+        row.try_get(0).during(operation)?,
+        row.try_get(1).during(operation)?,
+        row.try_get(2).during(operation)?,
     ];
     if rights == [Some(true); 3] {
         return Ok(());
     }
-    let role: String = row.try_get(3).during("connect")?;
+    let role: String = row.try_get(3).during(operation)?;
     let role = role.replace('"', "\"\"");
     Err(Error::permanent(
         NAME,
-        "connect",
+        operation,
         format!(
             "the role lacks rights; run: GRANT USAGE ON SCHEMA lockkit TO \"{role}\"; GRANT USAGE, UPDATE ON \
              SEQUENCE lockkit.token TO \"{role}\"; GRANT SELECT, INSERT, UPDATE, DELETE ON lockkit.epoch, lockkit.holder, \
@@ -208,18 +216,29 @@ async fn check_rights(control: &Control) -> Result<()> {
     ))
 }
 
-fn may_not_create(error: Error, statements: &str) -> Error {
+/// The statements in a line, as a log shows them.
+fn statements() -> String {
+    DDL.split_whitespace().collect::<Vec<_>>().join(" ")
+}
+
+fn incomplete(operation: &'static str) -> Error {
+    let why = format!(
+        "the schema lockkit is not complete; have it made with: {}",
+        statements()
+    );
+    Error::permanent(NAME, operation, why)
+}
+
+fn may_not_create(operation: &'static str, error: Error) -> Error {
     if error.is_transient() {
         return error;
     }
     let cause = std::error::Error::source(&error).map_or_else(|| error.to_string(), lockkit_core::spi::chain);
     // The statements are the advice.
     let cause = cause.split(" (").next().unwrap_or_default();
-    Error::permanent(
-        NAME,
-        "connect",
-        format!(
-            "the schema lockkit is not complete and cannot be made here ({cause}); have it made with: {statements}"
-        ),
-    )
+    let why = format!(
+        "the schema lockkit is not complete and cannot be made here ({cause}); have it made with: {}",
+        statements()
+    );
+    Error::permanent(NAME, operation, why)
 }

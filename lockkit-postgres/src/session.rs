@@ -24,7 +24,7 @@ use tokio::{
 };
 
 use crate::{
-    NAME,
+    NAME, Schema,
     connection::{Options, Parameter, Query, Reply, Wire},
     control::Control,
     error::{During, Failure},
@@ -86,12 +86,15 @@ pub(crate) struct Sessions {
     idle: Mutex<Vec<Session>>,
     slots: Arc<Semaphore>,
     max_connections: u32,
+    schema: Schema,
+    /// True once all that locks need is known to be in the database.
+    is_prepared: AtomicBool,
     /// Whether tokens outlive a crash of the machine, as the session that was opened last has said.
     is_durable: AtomicBool,
 }
 
 impl Sessions {
-    pub(crate) fn new(options: Options, max_connections: u32) -> Self {
+    pub(crate) fn new(options: Options, max_connections: u32, schema: Schema) -> Self {
         Self {
             control: Control::new(options.clone()),
             inspections: Control::new(options.clone()),
@@ -99,8 +102,20 @@ impl Sessions {
             idle: Mutex::default(),
             slots: Arc::new(Semaphore::new(max_connections as usize)),
             max_connections,
+            schema,
+            is_prepared: AtomicBool::new(false),
             is_durable: AtomicBool::new(true),
         }
+    }
+
+    /// Makes what locks need in the database, if it is missing and to be made here, before the first of them. Twice at once is as good as
+    /// once.
+    pub(crate) async fn prepare(&self, operation: &'static str) -> Result<()> {
+        if !self.is_prepared.load(Ordering::Relaxed) {
+            schema::prepare(operation, &self.control, self.schema).await?;
+            self.is_prepared.store(true, Ordering::Relaxed);
+        }
+        Ok(())
     }
 
     /// Returns an idle session, preferably one with this lease, or opens one with it.
@@ -190,6 +205,7 @@ impl Sessions {
                 ),
             ));
         };
+        self.prepare(operation).await?;
         let options = self.options.clone();
         let opening = async move { open_for_locks(&options, lease).await };
         let opened = resumable::on_runtime(NAME, operation, opening, &self.options.runtime).await?;

@@ -111,6 +111,13 @@ pub(crate) const INSPECT: &str = "\
     LEFT JOIN lockkit.holder h ON h.pid = l.pid AND h.key = k.key AND l.granted \
     LEFT JOIN LATERAL pg_stat_get_activity(l.pid) a ON l.granted \
     ORDER BY h.token";
+/// The same where no table is.
+pub(crate) const INSPECT_WITHOUT_TABLES: &str = "\
+    SELECT k.key, l.granted, NULL::bigint, NULL::text, NULL::int, NULL::bigint, NULL::bigint, a.application_name \
+    FROM unnest($1::bigint[]) AS k(key) JOIN pg_locks l ON l.locktype = 'advisory' AND l.objsubid = 1 \
+    AND l.database = (SELECT oid FROM pg_database WHERE datname = current_database()) \
+    AND (l.classid::bigint << 32 | l.objid::bigint) = k.key \
+    LEFT JOIN LATERAL pg_stat_get_activity(l.pid) a ON l.granted";
 /// The sessions of lockkit's clients that have locked something and do not show it, also heads of queues, which look again and again; and
 /// the time of the last change of each, while it is not at a statement.
 pub(crate) const NOT_SHOWN: &str = "\
@@ -154,8 +161,19 @@ pub(crate) const CHECK: &str = "\
     CASE WHEN current_setting('server_version_num')::int >= 170000 \
     THEN set_config('transaction_timeout', '0', false) END \
     FROM pg_stat_get_activity(pg_backend_pid()) a";
-/// The last token that was ever granted, or may have been.
-pub(crate) const FENCE: &str = "SELECT coalesce(pg_sequence_last_value('lockkit.token'::regclass) + 1023, 0)";
+/// The last token that was ever granted, or may have been, and whether this role may see it. In an epoch that nobody has begun, what the
+/// sequence says is not all: as the one who begins it, this goes by the clock.
+pub(crate) const FENCE: &str = concat!(
+    "SELECT CASE WHEN EXISTS (SELECT FROM lockkit.epoch WHERE ",
+    this_epoch!(),
+    ") THEN coalesce(token.last + 1023, 0) ELSE greatest(coalesce(token.last, 0) + 1024 * 1000000::bigint, \
+     (extract(epoch FROM clock_timestamp()) * 1000000)::bigint * 1000) END, \
+     has_sequence_privilege('lockkit.token', 'USAGE, SELECT') \
+     FROM (SELECT pg_sequence_last_value('lockkit.token'::regclass) AS last) token"
+);
+/// The same where no sequence is: one that was dropped had given none beyond the clock.
+pub(crate) const FENCE_OF_NONE: &str =
+    "SELECT (extract(epoch FROM clock_timestamp()) * 1000000)::bigint * 1000, true";
 /// Has a row unless the server has started, has crashed or was promoted, or the sequence was made anew, as a restored dump does, since a
 /// session last made one.
 pub(crate) const IS_SAME_LIFE: &str = concat!("SELECT 1 FROM lockkit.epoch WHERE ", this_epoch!());

@@ -4,7 +4,7 @@ use std::{io, net::Ipv4Addr, time::Duration};
 
 use lockkit_conformance::Traces;
 use lockkit_core::{
-    AcquireOptions, Error, FencingDurability,
+    AcquireOptions, Error, FencingDurability, LockClient,
     spi::{self, Backend as _, chain},
 };
 use lockkit_postgres::{PostgresBackend, PostgresConfig, Schema, SslMode, ddl};
@@ -20,7 +20,7 @@ use tokio::{
 use tracing::instrument::WithSubscriber as _;
 
 use crate::servers::{
-    Waiter, client, config, connect, cycle, name, private, relay, request, session, shared, tests, waits,
+    Waiter, client, config, connect, cycle, key, name, private, relay, request, session, shared, tests, waits,
 };
 
 tests! {
@@ -30,6 +30,9 @@ tests! {
     a_server_that_becomes_read_only_grants_nothing
     a_server_without_a_lease_is_refused
     a_proxy_that_swallows_the_lease_is_refused
+    who_only_looks_writes_nothing
+    who_may_not_look_is_not_told_that_all_is_free
+    half_a_schema_is_no_free_lock
     a_schema_that_is_missing_is_printed_and_not_made
     a_schema_that_cannot_be_made_here_is_printed
     the_rights_that_are_documented_are_enough
@@ -195,8 +198,124 @@ async fn a_proxy_that_swallows_the_lease_is_refused() {
     .unwrap();
     let mut config = config(swallowing);
     config.sslmode = SslMode::Disable;
-    let what = refusal(connect(config).await);
+    let client = connect(config).await.unwrap();
+    let what = refusal(client.lock(name("swallowed")).unwrap().try_acquire().await);
     assert!(what.contains("idle_session_timeout"), "{what}");
+}
+
+/// The error of a try, which is none of a taken lock.
+async fn refused_try(client: &LockClient) -> String {
+    let error = client.lock("a").unwrap().try_acquire().await.unwrap_err();
+    assert!(!error.is_transient(), "{}", chain(&error));
+    chain(&error)
+}
+
+/// The number of names on a list.
+async fn listed(client: &LockClient) -> lockkit_core::Result<usize> {
+    let (mut list, mut listed) = (client.list("").unwrap(), 0);
+    while let Some(lock) = list.next().await {
+        lock?;
+        listed += 1;
+    }
+    Ok(listed)
+}
+
+/// A client of the superuser in the database of `config`.
+async fn superuser(admin: &mut PgSession) -> LockClient {
+    let database = admin.sql("SELECT current_database()").unwrap();
+    let (user, password, addr) = (PgServer::SUPERUSER, PgServer::PASSWORD, shared().addr());
+    let url = format!("postgres://{user}:{password}@{addr}/{database}");
+    connect(PostgresConfig::new(url)).await.unwrap()
+}
+
+/// It may do nothing but look, at first where nothing is.
+async fn who_only_looks_writes_nothing() {
+    let (mut admin, config) = database("");
+    let looks = connect(config).await.unwrap();
+    assert!(looks.inspect("a").await.unwrap().is_free());
+    assert!(looks.inspect_semaphore("s").await.unwrap().is_free());
+    assert_eq!(listed(&looks).await.unwrap(), 0);
+    let before = looks.fence().await.unwrap();
+    let text = refused_try(&looks).await;
+    assert!(text.contains("have it made with: CREATE SCHEMA"), "{text}");
+    let there = "SELECT count(*) FROM pg_namespace WHERE nspname = 'lockkit'";
+    assert_eq!(admin.sql(there).unwrap(), "0");
+    // Another program takes part without it.
+    let role = admin.sql("SELECT current_database()").unwrap();
+    let mut by_hand = shared().session_in(&role).unwrap();
+    by_hand
+        .sql(&format!("SELECT pg_advisory_lock({})", key("a")))
+        .unwrap();
+    let seen = looks.inspect("a").await.unwrap();
+    assert_eq!(seen.holders[0].label.as_deref(), Some("testbed"));
+    drop(by_hand);
+
+    let holder = superuser(&mut admin).await;
+    let guard = holder.lock("a").unwrap().acquire().await.unwrap();
+    assert!(guard.token() > before);
+    let permit = holder.semaphore("s", 2).unwrap().acquire().await.unwrap();
+    admin
+        .sql(&format!(
+            "GRANT USAGE ON SCHEMA lockkit TO {role}; GRANT SELECT ON SEQUENCE lockkit.token TO {role}; \
+             GRANT SELECT ON lockkit.epoch, lockkit.holder, lockkit.semaphore TO {role}"
+        ))
+        .unwrap();
+    let written = "SELECT (SELECT last_value FROM lockkit.token), (SELECT count(*) FROM lockkit.epoch)";
+    let before = admin.sql(written).unwrap();
+    assert_eq!(looks.inspect("a").await.unwrap().holders[0].token, guard.token());
+    let permits = looks.inspect_semaphore("s").await.unwrap();
+    assert_eq!(permits.holders[0].token, permit.token());
+    assert_eq!(listed(&looks).await.unwrap(), 2);
+    assert!(looks.fence().await.unwrap() >= permit.token());
+    let text = refused_try(&looks).await;
+    assert!(text.contains("lacks rights"), "{text}");
+    assert_eq!(admin.sql(written).unwrap(), before, "it has written");
+    guard.release().await.unwrap();
+    permit.release().await.unwrap();
+}
+
+async fn who_may_not_look_is_not_told_that_all_is_free() {
+    let (mut admin, config) = database("");
+    let holder = superuser(&mut admin).await;
+    let guard = holder.lock("a").unwrap().acquire().await.unwrap();
+    let looks = connect(config).await.unwrap();
+    for answer in [
+        looks.inspect("a").await.map(drop),
+        looks.inspect_semaphore("s").await.map(drop),
+        listed(&looks).await.map(drop),
+        looks.fence().await.map(drop),
+    ] {
+        let error = answer.unwrap_err();
+        let text = chain(&error);
+        assert!(!error.is_transient() && text.contains("42501"), "{text}");
+    }
+    guard.release().await.unwrap();
+}
+
+async fn half_a_schema_is_no_free_lock() {
+    for dropped in ["TABLE lockkit.holder", "TABLE lockkit.semaphore"] {
+        let (mut admin, config) = database(&format!("{}{RIGHTS}; DROP {dropped}", ddl()));
+        let looks = connect(config).await.unwrap();
+        let mut answers = vec![looks.inspect_semaphore("a").await.map(drop)];
+        if dropped == "TABLE lockkit.holder" {
+            answers.push(looks.inspect("a").await.map(drop));
+            answers.push(listed(&looks).await.map(drop));
+        }
+        for answer in answers {
+            let text = chain(&answer.unwrap_err());
+            assert!(text.contains("42P01"), "{dropped}: {text}");
+        }
+        let text = refused_try(&looks).await;
+        assert!(text.contains("is not complete"), "{dropped}: {text}");
+        // Who may make it makes the rest.
+        cycle(&superuser(&mut admin).await, "a").await;
+    }
+    for dropped in ["TABLE lockkit.epoch", "SEQUENCE lockkit.token"] {
+        let (_admin, config) = database(&format!("{}{RIGHTS}; DROP {dropped}", ddl()));
+        let fence = connect(config).await.unwrap().fence().await;
+        let text = chain(&fence.unwrap_err());
+        assert!(text.contains("42P01"), "{dropped}: {text}");
+    }
 }
 
 async fn a_schema_that_is_missing_is_printed_and_not_made() {
@@ -218,12 +337,8 @@ async fn a_schema_that_is_missing_is_printed_and_not_made() {
 
 async fn a_schema_that_cannot_be_made_here_is_printed() {
     let (_admin, config) = database("");
-    let error = connect(config).await.unwrap_err();
-    let text = chain(&error);
-    assert!(
-        !error.is_transient() && text.contains("have it made with: CREATE SCHEMA"),
-        "{text}"
-    );
+    let text = refused_try(&connect(config).await.unwrap()).await;
+    assert!(text.contains("have it made with: CREATE SCHEMA"), "{text}");
 }
 
 const RIGHTS: &str = "GRANT USAGE ON SCHEMA lockkit TO HERE; GRANT USAGE, UPDATE ON SEQUENCE lockkit.token TO HERE; \
@@ -260,12 +375,11 @@ async fn rights_that_are_missing_are_named() {
         given.remove(missing);
         let (mut admin, mut config) = database(&format!("{}{}", ddl(), given.join(";")));
         config.schema = Schema::Manual;
-        let error = connect(config.clone()).await.unwrap_err();
-        let text = chain(&error);
+        let client = connect(config).await.unwrap();
+        let text = refused_try(&client).await;
         let (_, grants) = text.split_once("run: ").unwrap_or_else(|| panic!("{text}"));
-        assert!(!error.is_transient(), "{text}");
         admin.sql(grants).unwrap();
-        cycle(&connect(config).await.unwrap(), "a").await;
+        cycle(&client, "a").await;
     }
 }
 
@@ -286,10 +400,11 @@ async fn a_schema_that_was_changed_is_refused() {
 
 async fn many_may_make_the_schema_at_once() {
     let (_admin, config) = database("GRANT CREATE ON DATABASE HERE TO HERE");
-    let all = (0..20).map(|_| connect(config.clone()));
-    for client in futures_util::future::join_all(all).await {
-        cycle(&client.unwrap(), "a").await;
-    }
+    let all = (0..20).map(|_| {
+        let config = config.clone();
+        async move { cycle(&connect(config).await.unwrap(), "a").await }
+    });
+    futures_util::future::join_all(all).await;
 }
 
 /// A server that knows the password, and says it.

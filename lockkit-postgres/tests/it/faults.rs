@@ -178,6 +178,10 @@ async fn a_request_without_its_end_is_what_no_lease_ends() {
     let mut config = config(proxy.addr());
     config.sslmode = lockkit_postgres::SslMode::Disable;
     let backend = PostgresBackend::connect(config).await.unwrap();
+    // It opens its session.
+    let mut claim = backend.claim(&request("a", spi::Mode::Exclusive)).await.unwrap();
+    claim.attempt(Duration::ZERO).await.unwrap().expect("it is free");
+    claim.release().await.unwrap();
     proxy.record();
     let before = proxy.counts().requests.chunks;
     let mut rounds = 0;

@@ -142,6 +142,13 @@ impl Gate {
 /// What waits for a connection that is dead does not get on within it: a connection counts as dead after 5 s.
 const UNANSWERED: Duration = Duration::from_secs(4);
 
+/// A client whose first acquisition has made the tables, which takes a connection more.
+async fn first(server: &PgServer) -> LockClient {
+    let client = client(server.addr()).await;
+    cycle(&client, "first").await;
+    client
+}
+
 fn terminate(server: &PgServer, name: &str) {
     let end = format!(
         "SELECT pg_terminate_backend(pid) FROM pg_locks WHERE locktype='advisory' AND granted AND \
@@ -159,7 +166,7 @@ fn locks(server: &PgServer) -> String {
 
 async fn a_terminated_holder_is_told_past_a_dead_control_connection() {
     let server = private(&[]);
-    let other = client(server.addr()).await;
+    let other = first(&server).await;
     let gate = Gate::start(server.addr(), Duration::ZERO).await;
     let client = client(gate.addr).await;
     let guard = client.lock("a").unwrap().acquire().await.unwrap();
@@ -199,7 +206,7 @@ async fn a_waiter_takes_its_grant_past_a_dead_control_connection() {
 /// The future that has found the loss, and asks for its reason, is dropped. The session, or what is left of it, may still be there.
 async fn a_loss_that_a_dropped_future_found_is_no_release() {
     let server = private(&[]);
-    let other = client(server.addr()).await;
+    let other = first(&server).await;
     for renews in [true, false] {
         let gate = Gate::start(server.addr(), Duration::ZERO).await;
         let backend = PostgresBackend::connect(config(gate.addr)).await.unwrap();
@@ -228,8 +235,7 @@ async fn a_loss_that_a_dropped_future_found_is_no_release() {
 /// The connection of a hold is dead, so that its session is ended over another. If the reply to that is lost, it may have been there.
 async fn a_session_ended_without_a_reply_is_no_loss() {
     let server = private(&[]);
-    // It makes the tables.
-    let _first = client(server.addr()).await;
+    let _first = first(&server).await;
     let gate = Gate::start(server.addr(), Duration::ZERO).await;
     let backend = PostgresBackend::connect(config(gate.addr)).await.unwrap();
     let mut claim = backend.claim(&request("a", spi::Mode::Exclusive)).await.unwrap();
@@ -320,7 +326,7 @@ async fn a_hold_that_is_not_shown_any_more_leaves_no_row() {
 /// The reply to an attempt in an idle session is lost with the connection, of which the server hears nothing.
 async fn a_reply_lost_with_its_idle_connection_leaves_no_lock() {
     let server = private(&[]);
-    drop(client(server.addr()).await);
+    drop(first(&server).await);
     let gate = Gate::start(server.addr(), Duration::ZERO).await;
     let client = client(gate.addr).await;
     cycle(&client, "a").await;
@@ -531,8 +537,7 @@ fn lasting(client: &LockClient) -> Lock {
 
 /// A client whose control connection and only session stand still, its hold, whose session was ended, and the next holder.
 async fn superseded(server: &PgServer) -> (Gate, LockClient, LockGuard, LockGuard) {
-    // The first client makes the tables, over a connection more.
-    let theirs = client(server.addr()).await;
+    let theirs = first(server).await;
     let gate = Gate::start(server.addr(), Duration::ZERO).await;
     let ours = client(gate.addr).await;
     let guard = lasting(&ours).acquire().await.unwrap();
@@ -592,7 +597,7 @@ async fn a_loss_that_a_dropped_renewal_found_is_not_passed_on() {
 /// The client's own renewal ends before the reason is known.
 async fn a_loss_found_within_a_short_op_timeout_is_told() {
     let server = private(&[]);
-    let _first = client(server.addr()).await;
+    let _first = first(&server).await;
     let gate = Gate::start(server.addr(), Duration::ZERO).await;
     let ours = client(gate.addr).await;
     let options = AcquireOptions::new()

@@ -279,6 +279,13 @@ async fn an_attempt_dropped_after_each_poll_leaves_nothing() {
     let server = private(&[]);
     let backend = PostgresBackend::connect(config(server.addr())).await.unwrap();
     let by_hand = client(server.addr()).await;
+    // It makes the tables, and leaves its session among the idle ones.
+    let mut first = backend
+        .claim(&request("first", spi::Mode::Exclusive))
+        .await
+        .unwrap();
+    first.attempt(Duration::ZERO).await.unwrap().expect("it is free");
+    first.release().await.unwrap();
     let size = NonZeroU32::new(2).unwrap();
     for mode in [spi::Mode::Exclusive, spi::Mode::Shared, spi::Mode::Permits(size)] {
         for is_taken in [false, true] {

@@ -187,10 +187,10 @@ async fn tokens_rise_where_a_stopped_primary_comes_back() {
 async fn tokens_rise_over_a_promotion_of_a_standby_that_lags() {
     let primary = private(&[]);
     let client = client(primary.addr()).await;
+    let mut last = token(&client, "a").await;
     let standby = PgServer::builder().standby_of(&primary).unwrap();
     standby.wait_caught_up(&primary).unwrap();
     standby.lag().unwrap();
-    let mut last = 0;
     for _ in 0..100 {
         last = token(&client, "a").await;
     }
@@ -237,6 +237,7 @@ async fn tokens_go_back_with_the_counter_and_the_clock() {
     let clock = Clock::new().unwrap();
     let primary = PgServer::builder().start().unwrap();
     let client = client(primary.addr()).await;
+    token(&client, "a").await;
     let standby = PgServer::builder().clock(&clock).standby_of(&primary).unwrap();
     standby.wait_caught_up(&primary).unwrap();
     standby.lag().unwrap();

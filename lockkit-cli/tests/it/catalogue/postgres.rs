@@ -1,5 +1,6 @@
 //! PostgreSQL.
 
+use lockkit::LockClient;
 use lockkit_testbed::{
     Certificates, Port,
     postgres::{self, PgServer},
@@ -7,7 +8,7 @@ use lockkit_testbed::{
     skipped,
 };
 
-use super::{Table, connecting, meanwhile, says};
+use super::{Table, connecting, says, trying};
 use crate::tool::in_this_process;
 
 /// A role and a database of a situation's own. A URL with its password.
@@ -30,8 +31,14 @@ fn made(server: &PgServer, name: &str) -> String {
     let url = role(server, name, "LOGIN");
     let as_owner = format!("ALTER DATABASE {name} OWNER TO {name}");
     server.sql(&as_owner).unwrap();
-    in_this_process(async { super::connect(&url).await.map(drop).unwrap() });
+    in_this_process(async { lock_once(&super::connect(&url).await.unwrap()).await });
     url
+}
+
+/// The first acquisition makes the schema.
+async fn lock_once(client: &LockClient) {
+    let guard = client.lock("job").unwrap().acquire().await.unwrap();
+    guard.release().await.unwrap();
 }
 
 #[test]
@@ -186,7 +193,7 @@ fn postgres_errors_are_those_of_the_catalogue() {
         "the role may not create the schema",
         says("permission denied for database", "have it made with").of("maker"),
         rights,
-        || connecting(&role(server, "maker", "LOGIN")),
+        || trying(&role(server, "maker", "LOGIN")),
     );
     table.row(
         "the role lacks a right in the schema",
@@ -198,7 +205,7 @@ fn postgres_errors_are_those_of_the_catalogue() {
             session
                 .sql("ALTER SCHEMA lockkit OWNER TO postgres; REASSIGN OWNED BY poor TO postgres")
                 .unwrap();
-            connecting(&url)
+            trying(&url)
         },
     );
     table.row(
@@ -211,19 +218,23 @@ fn postgres_errors_are_those_of_the_catalogue() {
             session
                 .sql("DROP TABLE lockkit.holder; ALTER SCHEMA lockkit OWNER TO postgres")
                 .unwrap();
-            connecting(&url)
+            trying(&url)
         },
     );
     table.row(
         "the schema was dropped while a client was connected",
         says("does not exist", "connect anew"),
-        "Stop all clients, since what was held is not protected any more; then connect, which makes it, and raise the tokens again if they were.",
+        "Stop all clients, since what was held is not protected any more; then lock with a new one, which makes it, and raise the tokens again if they were.",
         || {
             let url = made(server, "dropped");
-            meanwhile(&url, |_| {
+            let error = in_this_process(async {
+                let client = super::connect(&url).await.unwrap();
+                lock_once(&client).await;
                 let mut session = server.session_in("dropped").unwrap();
                 session.sql("DROP SCHEMA lockkit CASCADE").unwrap();
-            })
+                client.lock("job").unwrap().try_acquire().await.unwrap_err()
+            });
+            super::printed(&error, &url)
         },
     );
     table.row(

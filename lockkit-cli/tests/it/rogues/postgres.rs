@@ -416,6 +416,13 @@ fn replies() -> Vec<Case> {
             Answers(one_of(99_999), described_as(99_999)),
             "a type that no request asks for",
         ),
+    ]
+}
+
+fn attempts() -> Vec<Case> {
+    let grant = Reply("pg_try_advisory_lock");
+    let number = |number: i64| granted(&[&number.to_be_bytes()]);
+    vec![
         case(
             "a type that has a type, once it is prepared",
             Prepared("pg_advisory_lock"),
@@ -436,13 +443,6 @@ fn replies() -> Vec<Case> {
             ),
             "",
         ),
-    ]
-}
-
-fn attempts() -> Vec<Case> {
-    let grant = Reply("pg_try_advisory_lock");
-    let number = |number: i64| granted(&[&number.to_be_bytes()]);
-    vec![
         case("a token below zero", grant, Once(number(-1)), ""),
         case("the least token", grant, Once(number(i64::MIN)), ""),
         case("a token at the end of all", grant, Once(number(i64::MAX)), ""),
