@@ -362,10 +362,10 @@ impl PostgresClaim {
             }
             (Activity::Resizing { size }, _) => {
                 let is_alone: Option<bool> = value(reply, 0, 0)?;
-                let is_resized = reply.get(1).is_some_and(|rows| !rows.is_empty());
+                let is_resized = value::<bool>(reply, 0, 1)? == Some(true);
                 let (name, wanted) = (&self.request.name, self.size());
                 let why = format!("semaphore `{name}` is in use with {size} permits, not {wanted}");
-                if is_resized || value::<i32>(reply, 2, 0)? != Some(size) {
+                if is_resized || value::<i32>(reply, 1, 0)? != Some(size) {
                     // Changed here, or by another since it was read.
                     session.send(self.lease, vec![Query::prepared(sql::UNLOCK_ALL, Vec::new())]);
                     Ok(Next::Goes(Activity::Cleaning { held: false }))
@@ -413,15 +413,11 @@ impl PostgresClaim {
                 Parameter::Int(self.size()),
                 Parameter::Int(size),
                 Parameter::Bigints(self.keys.held(current)),
+                Parameter::Bigint(self.keys.size()),
             ];
-            let right = vec![Parameter::Bigint(self.keys.size())];
             session.send(
                 self.lease,
-                vec![
-                    Query::prepared(sql::TRY_TO_RESIZE, right),
-                    Query::once(sql::RESIZE, parameters),
-                    self.on_queue(sql::SIZE),
-                ],
+                vec![Query::once(sql::RESIZE, parameters), self.on_queue(sql::SIZE)],
             );
             return Ok(Next::Goes(Activity::Resizing { size }));
         }

@@ -35,8 +35,26 @@ impl Shared {
     /// Reads who holds. A holder that is no lockkit's has the token 0 and its `application_name`, one that is not shown the token 0 alone.
     pub(crate) async fn inspect(&self, name: &LockName, kind: LockKind) -> Result<LockState> {
         let keys = Keys::new(&self.namespace, kind, name);
-        let held = self.held_keys("inspect", &keys, kind).await?;
-        self.shown("inspect", &keys, &held).await
+        self.seen("inspect", &keys, kind).await.map(|(_, state)| state)
+    }
+
+    /// Returns the keys that holders may have, and who holds.
+    async fn seen(
+        &self,
+        operation: &'static str,
+        keys: &Keys,
+        kind: LockKind,
+    ) -> Result<(Arc<[i64]>, LockState)> {
+        let mut held = self.held_keys(operation, keys, kind).await?;
+        loop {
+            let state = self.shown(operation, keys, &held).await?;
+            let now = self.held_keys(operation, keys, kind).await?;
+            // Otherwise it has another size since, and permits that were not looked at.
+            if now.len() == held.len() {
+                return Ok((held, state));
+            }
+            held = now;
+        }
     }
 
     /// Ends the session that holds with this token. One request finds and ends it: by the next, its client may hold another lock in
@@ -48,15 +66,14 @@ impl Shared {
         token: FencingToken,
     ) -> Result<bool> {
         let keys = Keys::new(&self.namespace, kind, name);
-        let held = self.held_keys("revoke", &keys, kind).await?;
-        let shown = self.shown("revoke", &keys, &held).await?;
+        let (held, shown) = self.seen("revoke", &keys, kind).await?;
         let Ok(number) = i64::try_from(token.get()) else {
             return Ok(false);
         };
         if shown.holders.iter().all(|holder| holder.token != token) {
             return Ok(false);
         }
-        let parameters = vec![Parameter::Bigints(held.clone()), Parameter::Bigint(number)];
+        let parameters = vec![Parameter::Bigints(held), Parameter::Bigint(number)];
         let end = vec![Query::once(sql::TERMINATE_HOLDER, parameters)];
         // Once: the second reply would be that there is no such hold.
         let reply = self.sessions.inspections.run_once("revoke", end).await?;

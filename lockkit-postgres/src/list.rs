@@ -25,8 +25,9 @@ const PAGE: i32 = 16;
 /// its hold cannot be shown.
 const SHOWN_WITHIN: Duration = Duration::from_secs(1);
 
-/// A session by its process and start, and the time of its last change; `None` while it is at a statement.
-type NotShown = HashMap<(i32, i64), Option<i64>>;
+/// A session by its process and start, and the time of its last change; `None` while it is at a statement. Of a session of another role,
+/// neither time is told.
+type NotShown = HashMap<(i32, Option<i64>), Option<i64>>;
 
 /// A listing.
 pub(crate) struct PostgresLister {
@@ -56,6 +57,9 @@ impl PostgresLister {
 
     /// Waits until all sessions show what they hold that had something when it was asked for. Returns false if there is no table in which
     /// anything could be shown.
+    ///
+    /// # Errors
+    /// Also if a session of another role does not show it: nobody can tell whether it still is the same hold.
     async fn wait_until_shown(&self) -> Result<bool> {
         let deadline = Instant::now() + SHOWN_WITHIN;
         let Some(mut hidden) = self.not_shown(Duration::ZERO).await? else {
@@ -74,6 +78,13 @@ impl PostgresLister {
                 // It has done something else since, so that it holds anew or does not show it.
                 (Some(now), before) => *now == before,
             });
+        }
+        if let Some((process, _)) = hidden.keys().find(|(_, started)| started.is_none()) {
+            let why = format!(
+                "a session of another role has a lock and does not show which (process {process}): ask again, or as a role with \
+                 pg_read_all_stats"
+            );
+            return Err(Error::transient(NAME, OPERATION, why));
         }
         Ok(true)
     }

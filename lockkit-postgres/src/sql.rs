@@ -73,14 +73,16 @@ pub(crate) const WAIT_FOR_HEAD: &str = "\
 pub(crate) const SIZE: &str = "SELECT permits FROM lockkit.semaphore WHERE key = $1";
 pub(crate) const MAKE_SEMAPHORE: &str =
     "INSERT INTO lockkit.semaphore (key, permits) VALUES ($1, $2) ON CONFLICT (key) DO NOTHING";
-/// Says whether nobody else changes the size.
-pub(crate) const TRY_TO_RESIZE: &str = "SELECT pg_try_advisory_lock($1)";
-/// Changes the size of a semaphore if all of its permits are free, which are locked for that.
+/// Changes the size of a semaphore if nobody else does, and all of its permits are free, which are locked for that. Says whether nobody else
+/// does, and whether it was changed. Of two at once, one may touch the permits: neither is to find them in use by the other.
 pub(crate) const RESIZE: &str = "\
-    WITH locked AS MATERIALIZED ( \
-    SELECT count(*) FILTER (WHERE pg_try_advisory_lock(key)) AS permits FROM unnest($4::bigint[]) AS k(key)) \
-    UPDATE lockkit.semaphore SET permits = $2 WHERE key = $1 AND permits = $3 \
-    AND (SELECT permits FROM locked) = $3 RETURNING 1";
+    WITH right_to AS MATERIALIZED (SELECT pg_try_advisory_lock($5) AS resize), \
+    locked AS MATERIALIZED ( \
+    SELECT count(*) FILTER (WHERE pg_try_advisory_lock(k.key)) AS permits \
+    FROM right_to, unnest($4::bigint[]) AS k(key) WHERE right_to.resize), \
+    resized AS (UPDATE lockkit.semaphore SET permits = $2 WHERE key = $1 AND permits = $3 \
+    AND (SELECT permits FROM locked) = $3 RETURNING 1) \
+    SELECT right_to.resize, EXISTS (SELECT FROM resized) FROM right_to";
 
 /// Interrupts the statement of one session, and has a row if that was at one: a session that has not read its request yet would not
 /// notice. With `track_activities=off` the server does not say, and it may be ignored. No other process that has its id by now is hit.
@@ -118,15 +120,19 @@ pub(crate) const INSPECT_WITHOUT_TABLES: &str = "\
     AND l.database = (SELECT oid FROM pg_database WHERE datname = current_database()) \
     AND (l.classid::bigint << 32 | l.objid::bigint) = k.key \
     LEFT JOIN LATERAL pg_stat_get_activity(l.pid) a ON l.granted";
-/// The sessions of lockkit's clients that have locked something and do not show it, also heads of queues, which look again and again; and
-/// the time of the last change of each, while it is not at a statement.
+/// The sessions of lockkit's clients that have locked something and do not show it, but for heads of queues; their start; and the time of
+/// the last change of each, while it is not at a statement. Of a session of another role, neither time is told.
 pub(crate) const NOT_SHOWN: &str = "\
+    WITH locks AS MATERIALIZED ( \
+    SELECT pid, classid::bigint << 32 | objid::bigint AS key FROM pg_locks \
+    WHERE locktype = 'advisory' AND objsubid = 1 AND granted \
+    AND database = (SELECT oid FROM pg_database WHERE datname = current_database())) \
     SELECT a.pid, (extract(epoch FROM a.backend_start) * 1000000)::bigint, \
     CASE WHEN a.state = 'idle' THEN (extract(epoch FROM a.state_change) * 1000000)::bigint END \
     FROM pg_stat_get_activity(NULL) a WHERE a.application_name = 'lockkit' \
-    AND EXISTS (SELECT FROM pg_locks l WHERE l.pid = a.pid AND l.locktype = 'advisory' AND l.objsubid = 1 AND l.granted \
-    AND l.database = (SELECT oid FROM pg_database WHERE datname = current_database())) \
-    AND NOT EXISTS (SELECT FROM lockkit.holder h WHERE h.pid = a.pid)";
+    AND EXISTS (SELECT FROM locks l WHERE l.pid = a.pid \
+    AND NOT EXISTS (SELECT FROM lockkit.semaphore s WHERE s.key = l.key) \
+    AND NOT EXISTS (SELECT FROM lockkit.holder h WHERE h.pid = l.pid AND h.key = l.key))";
 
 /// Ends the session that holds one of these keys with this token. A session that has unlocked deletes the row, and has to wait for the
 /// lock of it: it cannot have another lock before it ends.

@@ -33,6 +33,7 @@ tests! {
     who_only_looks_writes_nothing
     who_may_not_look_is_not_told_that_all_is_free
     half_a_schema_is_no_free_lock
+    what_another_role_has_is_listed_or_an_error
     a_schema_that_is_missing_is_printed_and_not_made
     a_schema_that_cannot_be_made_here_is_printed
     the_rights_that_are_documented_are_enough
@@ -220,12 +221,12 @@ async fn listed(client: &LockClient) -> lockkit_core::Result<usize> {
     Ok(listed)
 }
 
-/// A client of the superuser in the database of `config`.
-async fn superuser(admin: &mut PgSession) -> LockClient {
+/// The configuration of the superuser in this session's database.
+fn superuser(admin: &mut PgSession) -> PostgresConfig {
     let database = admin.sql("SELECT current_database()").unwrap();
     let (user, password, addr) = (PgServer::SUPERUSER, PgServer::PASSWORD, shared().addr());
     let url = format!("postgres://{user}:{password}@{addr}/{database}");
-    connect(PostgresConfig::new(url)).await.unwrap()
+    PostgresConfig::new(url)
 }
 
 /// It may do nothing but look, at first where nothing is.
@@ -250,7 +251,7 @@ async fn who_only_looks_writes_nothing() {
     assert_eq!(seen.holders[0].label.as_deref(), Some("testbed"));
     drop(by_hand);
 
-    let holder = superuser(&mut admin).await;
+    let holder = connect(superuser(&mut admin)).await.unwrap();
     let guard = holder.lock("a").unwrap().acquire().await.unwrap();
     assert!(guard.token() > before);
     let permit = holder.semaphore("s", 2).unwrap().acquire().await.unwrap();
@@ -276,7 +277,7 @@ async fn who_only_looks_writes_nothing() {
 
 async fn who_may_not_look_is_not_told_that_all_is_free() {
     let (mut admin, config) = database("");
-    let holder = superuser(&mut admin).await;
+    let holder = connect(superuser(&mut admin)).await.unwrap();
     let guard = holder.lock("a").unwrap().acquire().await.unwrap();
     let looks = connect(config).await.unwrap();
     for answer in [
@@ -296,10 +297,12 @@ async fn half_a_schema_is_no_free_lock() {
     for dropped in ["TABLE lockkit.holder", "TABLE lockkit.semaphore"] {
         let (mut admin, config) = database(&format!("{}{RIGHTS}; DROP {dropped}", ddl()));
         let looks = connect(config).await.unwrap();
-        let mut answers = vec![looks.inspect_semaphore("a").await.map(drop)];
+        let mut answers = vec![
+            looks.inspect_semaphore("a").await.map(drop),
+            listed(&looks).await.map(drop),
+        ];
         if dropped == "TABLE lockkit.holder" {
             answers.push(looks.inspect("a").await.map(drop));
-            answers.push(listed(&looks).await.map(drop));
         }
         for answer in answers {
             let text = chain(&answer.unwrap_err());
@@ -308,7 +311,7 @@ async fn half_a_schema_is_no_free_lock() {
         let text = refused_try(&looks).await;
         assert!(text.contains("is not complete"), "{dropped}: {text}");
         // Who may make it makes the rest.
-        cycle(&superuser(&mut admin).await, "a").await;
+        cycle(&connect(superuser(&mut admin)).await.unwrap(), "a").await;
     }
     for dropped in ["TABLE lockkit.epoch", "SEQUENCE lockkit.token"] {
         let (_admin, config) = database(&format!("{}{RIGHTS}; DROP {dropped}", ddl()));
@@ -316,6 +319,36 @@ async fn half_a_schema_is_no_free_lock() {
         let text = chain(&fence.unwrap_err());
         assert!(text.contains("42P01"), "{dropped}: {text}");
     }
+}
+
+/// The sessions of another role tell neither when they began nor what they do.
+async fn what_another_role_has_is_listed_or_an_error() {
+    let (mut admin, config) = database(&format!("{}{RIGHTS}", ddl()));
+    let looks = connect(config).await.unwrap();
+    let theirs = connect(superuser(&mut admin)).await.unwrap();
+    let semaphore = theirs.semaphore("s", 1).unwrap();
+    let permit = semaphore.acquire().await.unwrap();
+    let waiter = Waiter::of(semaphore);
+    eventually("it is the head", async || {
+        looks.inspect_semaphore("s").await.unwrap().waiters == Some(1)
+    })
+    .await;
+    assert_eq!(listed(&looks).await.unwrap(), 1);
+    // Nobody shows what a claim alone has.
+    let backend = PostgresBackend::connect(superuser(&mut admin)).await.unwrap();
+    let mut claim = backend.claim(&request("a", spi::Mode::Exclusive)).await.unwrap();
+    assert!(claim.attempt(Duration::ZERO).await.unwrap().is_some());
+    let error = listed(&looks).await.unwrap_err();
+    assert!(
+        error.is_transient() && chain(&error).contains("does not show"),
+        "{}",
+        chain(&error)
+    );
+    claim.renew().await.unwrap();
+    assert_eq!(listed(&looks).await.unwrap(), 2);
+    claim.release().await.unwrap();
+    permit.release().await.unwrap();
+    waiter.granted().await.0.release().await.unwrap();
 }
 
 async fn a_schema_that_is_missing_is_printed_and_not_made() {

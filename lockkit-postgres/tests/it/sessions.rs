@@ -43,6 +43,9 @@ tests! {
     a_label_that_no_text_can_have_is_refused
     a_label_beyond_the_databases_encoding_is_shown_escaped
     a_hold_that_is_shown_late_is_listed
+    a_list_goes_on_over_holds_that_end
+    a_size_that_changes_meanwhile_hides_no_permit
+    a_size_is_changed_by_one_at_a_time
     a_locked_table_of_holders_stops_nobody
     who_waits_has_no_time_limit_of_the_servers
     a_hold_by_hand_is_shown_without_a_token
@@ -757,6 +760,87 @@ async fn a_hold_that_is_shown_late_is_listed() {
         "{:?}",
         began.elapsed()
     );
+}
+
+/// A page has 16 names. The last one may be full.
+async fn a_list_goes_on_over_holds_that_end() {
+    let client = client(shared().addr()).await;
+    let name = name("pages");
+    for count in [15, 16, 17, 32] {
+        let prefix = format!("{name}/{count}/");
+        let mut guards = Vec::new();
+        for n in 0..count {
+            let lock = client.lock(format!("{prefix}{n:02}")).unwrap();
+            guards.push(lock.acquire().await.unwrap());
+        }
+        assert_eq!(listed(&client, &prefix).await, count);
+        let mut list = client.list(&prefix).unwrap();
+        list.next().await.unwrap().unwrap();
+        for guard in guards.drain(count - 2..) {
+            guard.release().await.unwrap();
+        }
+        let mut seen = 1;
+        while let Some(lock) = list.next().await {
+            lock.unwrap();
+            seen += 1;
+        }
+        assert!((count - 2..=count).contains(&seen), "{seen} of {count}");
+        for guard in guards {
+            guard.release().await.unwrap();
+        }
+    }
+}
+
+/// The first look at its size is from before it was raised.
+async fn a_size_that_changes_meanwhile_hides_no_permit() {
+    let server = private(&[]);
+    let semaphore = client(server.addr()).await.semaphore("s", 2).unwrap();
+    let _permits = [
+        semaphore.acquire().await.unwrap(),
+        semaphore.acquire().await.unwrap(),
+    ];
+    for statement in [
+        "CREATE SEQUENCE public.looks",
+        "GRANT USAGE ON SEQUENCE public.looks TO PUBLIC",
+        "CREATE FUNCTION public.size_of(bigint) RETURNS int LANGUAGE sql \
+         AS $$SELECT least(nextval('public.looks'), 2)::int$$",
+    ] {
+        server.sql(statement).unwrap();
+    }
+    let other = relay(
+        server.addr(),
+        "SELECT permits FROM lockkit.semaphore WHERE key = $1",
+        "SELECT public.size_of($1)                           ",
+    );
+    let looks = client(other.await.unwrap()).await;
+    let seen = looks.inspect_semaphore("s").await.unwrap();
+    assert_eq!(seen.holders.len(), 2, "{seen:?}");
+}
+
+/// Another has the right to, and touches the permits.
+async fn a_size_is_changed_by_one_at_a_time() {
+    let server = shared();
+    let client = client(server.addr()).await;
+    let name = name("sizes");
+    let first = client.semaphore(&name, 3).unwrap();
+    first.acquire().await.unwrap().release().await.unwrap();
+    let right = format!(
+        "('x' || left(encode(sha256(convert_to('lockkit/size#{name}', 'UTF8')), 'hex'), 16))::bit(64)::bigint"
+    );
+    let mut by_hand = session(server);
+    by_hand.sql(&format!("SELECT pg_advisory_lock({right})")).unwrap();
+    let second = client.semaphore(&name, 2).unwrap();
+    let error = second.try_acquire().await.unwrap_err();
+    assert!(
+        error.is_transient() && chain(&error).contains("others change that"),
+        "{}",
+        chain(&error)
+    );
+    first.acquire().await.unwrap().release().await.unwrap();
+    by_hand
+        .sql(&format!("SELECT pg_advisory_unlock({right})"))
+        .unwrap();
+    second.acquire().await.unwrap().release().await.unwrap();
 }
 
 async fn a_locked_table_of_holders_stops_nobody() {
