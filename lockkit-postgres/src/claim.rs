@@ -332,6 +332,10 @@ impl PostgresClaim {
     ) -> Result<Next> {
         match (activity, self.request.mode) {
             (Activity::Trying, Mode::Exclusive | Mode::Shared) => {
+                if reply.first().is_none_or(Vec::is_empty) {
+                    // Taken is what the server says, and not what it leaves out.
+                    return Err(unexpected());
+                }
                 if let Some(token) = value::<i64>(reply, 0, 0)? {
                     return self.locked(session, self.keys.queue, token);
                 }
@@ -424,6 +428,16 @@ impl PostgresClaim {
         if let (Some(permit), Some(token)) = (value::<i64>(reply, 0, 0)?, value::<i64>(reply, 0, 1)?) {
             let key = nth(&self.permits, permit).ok_or_else(unexpected)?;
             return self.locked(session, key, token);
+        }
+        if value::<i32>(reply, 0, 2)? != Some(size) {
+            // It has this size since, and no permit was tried.
+            let statement = match activity {
+                Activity::Trying => sql::TRY_PERMIT,
+                _ => sql::TRY_PERMIT_AT_HEAD,
+            };
+            self.sent = Instant::now();
+            session.send(self.lease, self.look(statement));
+            return Ok(Next::Goes(activity));
         }
         match activity {
             Activity::Trying if patience.is_zero() => Ok(Next::Taken),
@@ -596,7 +610,7 @@ impl PostgresClaim {
                     let mut queries = vec![Query::prepared(unlock, vec![Parameter::Bigint(*key)])];
                     // Behind it, since the next holder waits for the lock and not for the row.
                     if self.has_row {
-                        queries.push(Query::prepared(sql::HIDE, Vec::new()));
+                        queries.push(Query::prepared(sql::HIDE, Vec::new()).optional());
                     }
                     session.send(self.lease, queries);
                     *activity = Activity::Releasing;
@@ -615,18 +629,7 @@ impl PostgresClaim {
                 return Ok(());
             };
             match session.take_reply() {
-                Ok(reply) => {
-                    let is_clean = matches!(activity, Activity::Cleaning { .. });
-                    let was_held = is_clean || value::<bool>(&reply, 0, 0)? == Some(true);
-                    let is_unfit = is_clean && self.has_row || !was_held || self.is_interrupting;
-                    self.put_back(session, is_unfit).await;
-                    // Nobody else can unlock in this session, so it was another one that replied.
-                    return if was_held {
-                        Ok(())
-                    } else {
-                        Err(self.lost(LossReason::Revoked))
-                    };
-                }
+                Ok(reply) => return self.unlocked(session, activity, &reply).await,
                 Err(failure) if failure.ends_the_session() => {
                     self.abandon(session, if held { Had::Lost } else { Had::Nothing });
                     let reason = self.reason(&failure).await;
@@ -638,6 +641,30 @@ impl PostgresClaim {
                     is_ours = true;
                 }
             }
+        }
+    }
+
+    /// Decides by the reply to an unlock.
+    async fn unlocked(&mut self, session: Session, activity: Activity, reply: &Reply) -> Result<()> {
+        let is_clean = matches!(activity, Activity::Cleaning { .. });
+        let was_held = match value::<bool>(reply, 0, 0) {
+            _ if is_clean => true,
+            Ok(was_held) => was_held == Some(true),
+            Err(error) => {
+                // Nobody can tell. The next call ends the session.
+                self.abandon(session, Had::Hold);
+                return Err(error);
+            }
+        };
+        // Behind the unlock, there is a reply if the row is gone.
+        let is_shown = self.has_row && (is_clean || reply.len() < 2);
+        let is_unfit = is_shown || !was_held || self.is_interrupting;
+        self.put_back(session, is_unfit).await;
+        // Nobody else can unlock in this session, so it was another one that replied.
+        if was_held {
+            Ok(())
+        } else {
+            Err(self.lost(LossReason::Revoked))
         }
     }
 

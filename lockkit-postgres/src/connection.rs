@@ -53,6 +53,7 @@ pub(crate) struct Query {
     sql: &'static str,
     parameters: Vec<Parameter>,
     is_prepared: bool,
+    is_optional: bool,
 }
 
 /// A parameter of a statement.
@@ -72,6 +73,7 @@ impl Query {
             sql,
             parameters,
             is_prepared: true,
+            is_optional: false,
         }
     }
 
@@ -80,6 +82,15 @@ impl Query {
         Self {
             is_prepared: false,
             ..Self::prepared(sql, parameters)
+        }
+    }
+
+    /// Makes it the last statement of a request, whose error leaves the replies to those before it as they are. The reply has no rows of it
+    /// then, and not even none.
+    pub(crate) fn optional(self) -> Self {
+        Self {
+            is_optional: true,
+            ..self
         }
     }
 }
@@ -161,11 +172,12 @@ impl Wire {
     /// Runs statements. All of them are written at once, each with its own end of a request: a session whose request has none is never
     /// idle, so that its lease would never end.
     pub(crate) async fn run(&mut self, queries: Vec<Query>) -> Result<Reply, Failure> {
-        let new = queries
-            .iter()
-            .filter(|query| query.is_prepared && !self.statements.contains_key(query.sql));
+        let new = queries.iter().filter(|query| {
+            query.is_prepared && !query.is_optional && !self.statements.contains_key(query.sql)
+        });
         let new: Vec<_> = new.map(|query| query.sql).collect();
         self.prepare(new).await?;
+        let optional: Vec<_> = queries.iter().map(|query| query.is_optional).collect();
         let replies = queries.into_iter().map(|query| {
             let client = self.client.clone();
             let statement = self.statements.get(query.sql).cloned();
@@ -182,8 +194,15 @@ impl Wire {
             }
         });
         let replies = self.await_reply(join_all(replies)).await?;
-        let replies: Result<_, _> = replies.into_iter().collect();
-        replies.map_err(|error| self.explained(error))
+        let mut reply = Reply::new();
+        for (rows, is_optional) in replies.into_iter().zip(optional) {
+            match rows.map_err(|error| self.explained(error)) {
+                Ok(rows) => reply.push(rows),
+                Err(failure) if is_optional && !failure.ends_the_session() => {}
+                Err(failure) => return Err(failure),
+            }
+        }
+        Ok(reply)
     }
 
     /// Has the server prepare statements.

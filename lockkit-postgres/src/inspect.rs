@@ -5,11 +5,12 @@ use std::{
     time::{Duration, SystemTime},
 };
 
-use lockkit_core::{FencingToken, Holder, LockKind, LockName, LockState, Result};
+use lockkit_core::{Error, FencingToken, Holder, LockKind, LockName, LockState, Result};
 use tokio::time::Instant;
 use tokio_postgres::Row;
 
 use crate::{
+    NAME,
     backend::Shared,
     config,
     connection::{Parameter, Query},
@@ -35,7 +36,9 @@ impl Shared {
     /// Reads who holds. A holder that is no lockkit's has the token 0 and its `application_name`, one that is not shown the token 0 alone.
     pub(crate) async fn inspect(&self, name: &LockName, kind: LockKind) -> Result<LockState> {
         let keys = Keys::new(&self.namespace, kind, name);
-        self.seen("inspect", &keys, kind).await.map(|(_, state)| state)
+        self.seen("inspect", &keys, kind)
+            .await
+            .map(|(_, found)| found.state)
     }
 
     /// Returns the keys that holders may have, and who holds.
@@ -44,14 +47,14 @@ impl Shared {
         operation: &'static str,
         keys: &Keys,
         kind: LockKind,
-    ) -> Result<(Arc<[i64]>, LockState)> {
+    ) -> Result<(Arc<[i64]>, Found)> {
         let mut held = self.held_keys(operation, keys, kind).await?;
         loop {
-            let state = self.shown(operation, keys, &held).await?;
+            let found = self.shown(operation, keys, &held).await?;
             let now = self.held_keys(operation, keys, kind).await?;
             // Otherwise it has another size since, and permits that were not looked at.
             if now.len() == held.len() {
-                return Ok((held, state));
+                return Ok((held, found));
             }
             held = now;
         }
@@ -66,12 +69,16 @@ impl Shared {
         token: FencingToken,
     ) -> Result<bool> {
         let keys = Keys::new(&self.namespace, kind, name);
-        let (held, shown) = self.seen("revoke", &keys, kind).await?;
+        let (held, found) = self.seen("revoke", &keys, kind).await?;
         let Ok(number) = i64::try_from(token.get()) else {
             return Ok(false);
         };
-        if shown.holders.iter().all(|holder| holder.token != token) {
-            return Ok(false);
+        if found.state.holders.iter().all(|holder| holder.token != token) {
+            if found.is_complete {
+                return Ok(false);
+            }
+            let why = "a holder does not show which token it has; ask again, or end its session with pg_terminate_backend";
+            return Err(Error::transient(NAME, "revoke", why));
         }
         let parameters = vec![Parameter::Bigints(held), Parameter::Bigint(number)];
         let end = vec![Query::once(sql::TERMINATE_HOLDER, parameters)];
@@ -95,7 +102,7 @@ impl Shared {
         Ok(keys.held(size.and_then(|size| u32::try_from(size).ok()).unwrap_or(0)))
     }
 
-    async fn shown(&self, operation: &'static str, keys: &Keys, held: &Arc<[i64]>) -> Result<LockState> {
+    async fn shown(&self, operation: &'static str, keys: &Keys, held: &Arc<[i64]>) -> Result<Found> {
         let all: Arc<[i64]> = held
             .iter()
             .copied()
@@ -118,7 +125,7 @@ impl Shared {
             let found = found(&rows, held).map_err(Failure::from).during(operation)?;
             is_first = false;
             if found.is_complete || Instant::now() >= deadline {
-                return Ok(found.state);
+                return Ok(found);
             }
         }
     }

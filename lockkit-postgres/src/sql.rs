@@ -53,19 +53,20 @@ pub(crate) const SHOW: &str = "\
 pub(crate) const SHOW_CHANGED: &str =
     "UPDATE lockkit.holder SET token = $1, lease = $2 WHERE pid = pg_backend_pid()";
 
-/// Locks a free permit of a semaphore of this size, and draws a token after that. The order of permits is that of their keys in the
-/// array: a `WHERE` with `ORDER BY` would lock them all.
+/// Locks a free permit of a semaphore of this size, and draws a token after that; says which size it has. With another size, no permit is
+/// tried. The order of permits is that of their keys in the array: a `WHERE` with `ORDER BY` would lock them all.
 pub(crate) const TRY_PERMIT: &str = "\
-    SELECT free.permit, nextval('lockkit.token') FROM ( \
+    SELECT free.permit, CASE WHEN free.permit IS NOT NULL THEN nextval('lockkit.token') END, size.permits \
+    FROM (SELECT (SELECT permits FROM lockkit.semaphore WHERE key = $2) AS permits) size LEFT JOIN LATERAL ( \
     SELECT k.permit FROM unnest($1::bigint[]) WITH ORDINALITY AS k(key, permit) \
-    WHERE CASE WHEN EXISTS (SELECT FROM lockkit.semaphore WHERE key = $2 AND permits = $3) \
-    THEN pg_try_advisory_lock(k.key) ELSE false END LIMIT 1) free";
+    WHERE CASE WHEN size.permits = $3 THEN pg_try_advisory_lock(k.key) ELSE false END LIMIT 1) free ON true";
 /// The same for the head of the queue, which leaves it with the permit.
 pub(crate) const TRY_PERMIT_AT_HEAD: &str = "\
-    SELECT free.permit, nextval('lockkit.token'), pg_advisory_unlock($2) FROM ( \
+    SELECT free.permit, CASE WHEN free.permit IS NOT NULL THEN nextval('lockkit.token') END, size.permits, \
+    CASE WHEN free.permit IS NOT NULL THEN pg_advisory_unlock($2) END \
+    FROM (SELECT (SELECT permits FROM lockkit.semaphore WHERE key = $2) AS permits) size LEFT JOIN LATERAL ( \
     SELECT k.permit FROM unnest($1::bigint[]) WITH ORDINALITY AS k(key, permit) \
-    WHERE CASE WHEN EXISTS (SELECT FROM lockkit.semaphore WHERE key = $2 AND permits = $3) \
-    THEN pg_try_advisory_lock(k.key) ELSE false END LIMIT 1) free";
+    WHERE CASE WHEN size.permits = $3 THEN pg_try_advisory_lock(k.key) ELSE false END LIMIT 1) free ON true";
 /// Waits until this session is the head of a semaphore's queue.
 pub(crate) const WAIT_FOR_HEAD: &str = "\
     SELECT CASE WHEN set_config('lock_timeout', '0', true) IS NULL THEN 0 \

@@ -314,13 +314,14 @@ async fn a_hold_that_is_not_shown_any_more_leaves_no_row() {
         next.token(),
         shown.holders
     );
-    let ended = other.revoke_by_force("a", old).await.unwrap();
+    // The next hold does not show which token it has.
+    let ended = other.revoke_by_force("a", old).await;
     sleep(Duration::from_millis(300)).await;
     eprintln!(
-        "ended by the token of the earlier hold: {ended}; the next: {:?}",
+        "ended by the token of the earlier hold: {ended:?}; the next: {:?}",
         next.check()
     );
-    assert!(!ended && next.check().is_ok());
+    assert!(ended.as_ref().is_err_and(Error::is_transient) && next.check().is_ok());
 }
 
 /// The reply to an attempt in an idle session is lost with the connection, of which the server hears nothing.

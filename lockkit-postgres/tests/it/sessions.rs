@@ -33,6 +33,8 @@ tests! {
     a_statement_that_does_not_wait_is_not_taken
     a_withdrawn_waiter_keeps_its_session
     an_unlock_that_finds_nothing_is_a_loss
+    a_row_that_stays_hides_no_loss
+    a_size_that_was_made_meanwhile_is_no_taken_permit
     a_renewal_in_another_session_is_a_loss
     a_newcomer_reads_behind_a_waiting_writer
     a_hold_that_was_passed_on_keeps_the_last_of_its_tokens
@@ -482,6 +484,50 @@ async fn an_unlock_that_finds_nothing_is_a_loss() {
     let guard = client.lock(name("unlocked")).unwrap().acquire().await.unwrap();
     let error = guard.release().await.unwrap_err();
     assert!(error.is_lost(), "{error}");
+}
+
+/// The statement behind the unlock, which is to remove the row, fails.
+async fn a_row_that_stays_hides_no_loss() {
+    let server = private(&[]);
+    let other = relay(
+        server.addr(),
+        "SELECT pg_advisory_unlock($1)",
+        "SELECT $1::bigint IS NULL    ",
+    );
+    let (near, far) = (client(server.addr()).await, client(other.await.unwrap()).await);
+    let (name, free) = ("a", "b");
+    let guard = far.lock(name).unwrap().acquire().await.unwrap();
+    let bystander = near.lock(free).unwrap().acquire().await.unwrap();
+    for (name, guard) in [(name, &guard), (free, &bystander)] {
+        assert_eq!(near.inspect(name).await.unwrap().holders[0].token, guard.token());
+    }
+    server
+        .sql("REVOKE DELETE ON lockkit.holder FROM lockkit")
+        .unwrap();
+    let error = guard.release().await.unwrap_err();
+    assert!(error.is_lost(), "{error}");
+    bystander.release().await.unwrap();
+}
+
+/// Another client makes the semaphore between the look at its permits and that at its size.
+async fn a_size_that_was_made_meanwhile_is_no_taken_permit() {
+    let server = private(&[]);
+    cycle(&client(server.addr()).await, "a").await;
+    server
+        .sql(
+            "CREATE FUNCTION public.made(bigint) RETURNS int LANGUAGE sql AS \
+             $$INSERT INTO lockkit.semaphore VALUES ($1, 2) ON CONFLICT DO NOTHING; \
+             SELECT permits FROM lockkit.semaphore WHERE key = $1$$",
+        )
+        .unwrap();
+    let other = relay(
+        server.addr(),
+        "SELECT permits FROM lockkit.semaphore WHERE key = $1",
+        "SELECT public.made($1)                              ",
+    );
+    let client = client(other.await.unwrap()).await;
+    let permit = client.semaphore("s", 2).unwrap().try_acquire().await.unwrap();
+    permit.expect("all are free").release().await.unwrap();
 }
 
 /// Also the first one, which shows the hold.

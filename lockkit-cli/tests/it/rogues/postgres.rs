@@ -446,6 +446,12 @@ fn attempts() -> Vec<Case> {
         case("a token below zero", grant, Once(number(-1)), ""),
         case("the least token", grant, Once(number(i64::MIN)), ""),
         case("a token at the end of all", grant, Once(number(i64::MAX)), ""),
+        case(
+            "neither a token nor that it is taken",
+            grant,
+            Once([bound(), complete()].concat()),
+            "not one to this request",
+        ),
         case("half a token", grant, Once(granted(&[&[0; 4]])), ""),
         case(
             "a token of two columns",
