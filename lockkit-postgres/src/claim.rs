@@ -656,16 +656,15 @@ impl PostgresClaim {
                 return Err(error);
             }
         };
+        if !was_held {
+            // Nobody else can unlock in this session, so it was another one that replied. If this future is dropped, the next one tells.
+            self.abandon(session, Had::Lost);
+            return self.end(Some(LossReason::Revoked)).await;
+        }
         // Behind the unlock, there is a reply if the row is gone.
         let is_shown = self.has_row && (is_clean || reply.len() < 2);
-        let is_unfit = is_shown || !was_held || self.is_interrupting;
-        self.put_back(session, is_unfit).await;
-        // Nobody else can unlock in this session, so it was another one that replied.
-        if was_held {
-            Ok(())
-        } else {
-            Err(self.lost(LossReason::Revoked))
-        }
+        self.put_back(session, is_shown || self.is_interrupting).await;
+        Ok(())
     }
 
     /// Ends the session whose connection was given up.

@@ -34,6 +34,7 @@ tests! {
     a_withdrawn_waiter_keeps_its_session
     an_unlock_that_finds_nothing_is_a_loss
     a_row_that_stays_hides_no_loss
+    a_loss_that_a_dropped_release_found_is_told
     a_size_that_was_made_meanwhile_is_no_taken_permit
     a_renewal_in_another_session_is_a_loss
     a_newcomer_reads_behind_a_waiting_writer
@@ -507,6 +508,43 @@ async fn a_row_that_stays_hides_no_loss() {
     let error = guard.release().await.unwrap_err();
     assert!(error.is_lost(), "{error}");
     bystander.release().await.unwrap();
+}
+
+/// By the next one.
+async fn a_loss_that_a_dropped_release_found_is_told() {
+    let other = relay(
+        shared().addr(),
+        "SELECT pg_advisory_unlock($1)",
+        "SELECT $1::bigint IS NULL    ",
+    );
+    let backend = PostgresBackend::connect(config(other.await.unwrap()))
+        .await
+        .unwrap();
+    for polls in 1..12 {
+        let asked = request(&name("told"), spi::Mode::Exclusive);
+        let mut claim = backend.claim(&asked).await.unwrap();
+        claim.attempt(Duration::ZERO).await.unwrap().expect("it is free");
+        let mut told = None;
+        {
+            let mut release = pin!(claim.release());
+            for _ in 0..polls {
+                let polled = std::future::poll_fn(|cx| Poll::Ready(release.as_mut().poll(cx))).await;
+                if let Poll::Ready(released) = polled {
+                    told = Some(released);
+                    break;
+                }
+                sleep(Duration::from_micros(500)).await;
+            }
+        }
+        let released = match told {
+            Some(released) => released,
+            None => claim.release().await,
+        };
+        assert!(
+            released.as_ref().is_err_and(Error::is_lost),
+            "after {polls} polls: {released:?}"
+        );
+    }
 }
 
 /// Another client makes the semaphore between the look at its permits and that at its size.
