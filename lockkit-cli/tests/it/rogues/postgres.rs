@@ -316,7 +316,6 @@ fn logins() -> Vec<Case> {
     ]
 }
 
-#[expect(clippy::too_many_lines, reason = "a table")]
 fn replies() -> Vec<Case> {
     let check = Reply("pg_is_in_recovery");
     let one = one_of(BIGINT);
