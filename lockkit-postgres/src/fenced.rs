@@ -122,7 +122,7 @@ impl FencedTable {
         }
         let statement = format!(
             "INSERT INTO {table} AS fenced_row ({names}) VALUES ({places}) ON CONFLICT ({key_column}) DO UPDATE SET {set} \
-             WHERE fenced_row.{token_column} <= EXCLUDED.{token_column}"
+             WHERE fenced_row.{token_column} OPERATOR(pg_catalog.<=) EXCLUDED.{token_column}"
         );
         let mut all = vec![key, &stored as Value<'_>];
         all.extend(values);
@@ -173,7 +173,9 @@ impl FencedTable {
         let mut update = format!("UPDATE {table} SET {token_column} = ${first}");
         let mut all = values.to_vec();
         all.extend([&stored as Value<'_>, key]);
-        let mut condition = format!(" WHERE {key_column} = ${second} AND {token_column} <= ${first}");
+        // The server's own operator, whatever the session's search_path has before it.
+        let mut condition =
+            format!(" WHERE {key_column} = ${second} AND {token_column} OPERATOR(pg_catalog.<=) ${first}");
         if let Some((column, expected)) = &version {
             // Writing to a string does not fail.
             let _ = write!(update, ", {column} = {column} + 1");

@@ -18,6 +18,7 @@ tests! {
     a_column_that_cannot_keep_a_token_is_refused
     a_transaction_takes_its_write_back
     a_row_is_inserted_or_updated_by_token
+    an_operator_of_a_search_path_lets_no_write_through
 }
 
 async fn database() -> Client {
@@ -74,6 +75,33 @@ async fn a_row_refuses_a_superseded_holder() {
     let missing = accounts.update(&rows, &"nobody's", guard.token(), "balance = 0", &[]);
     assert!(matches!(missing.await, Err(FencedError::Missing)));
     guard.release().await.unwrap();
+}
+
+/// One that says of any two tokens that they are in order.
+async fn an_operator_of_a_search_path_lets_no_write_through() {
+    let rows = database().await;
+    let (accounts, table) = table(&rows).await;
+    let theirs = format!("theirs_{:x}", fastrand::u64(..));
+    rows.batch_execute(&format!(
+        "CREATE SCHEMA {theirs}; \
+         CREATE FUNCTION {theirs}.always(bigint, bigint) RETURNS bool LANGUAGE sql AS 'SELECT true'; \
+         CREATE OPERATOR {theirs}.<= (LEFTARG = bigint, RIGHTARG = bigint, FUNCTION = {theirs}.always); \
+         SET search_path = {theirs}, pg_catalog, lockkit, public"
+    ))
+    .await
+    .unwrap();
+    let (late, now) = (FencingToken::new(33), FencingToken::new(34));
+    let written = accounts.update(&rows, &"mine", now, "balance = 1", &[]).await;
+    written.unwrap();
+    for refused in [
+        accounts.update(&rows, &"mine", late, "balance = 2", &[]).await,
+        accounts
+            .insert_or_update(&rows, &"mine", late, &["balance"], &[&3_i64])
+            .await,
+    ] {
+        assert!(matches!(refused, Err(FencedError::Stale { .. })), "{refused:?}");
+    }
+    assert_eq!(balance(&rows, &table).await, 1);
 }
 
 /// A holder of before has read the row, and writes between the reading and the writing of the one after it.
