@@ -37,8 +37,8 @@ pub(crate) struct Route {
     pub(crate) timeout: Duration,
     /// `user:password`.
     pub(crate) credentials: Option<String>,
-    /// Carries the bytes, if they do not go to the server as they are. It is polled for as long as the connection lives.
-    pub(crate) relay: Option<Relaying>,
+    /// Carries the bytes. It is polled for as long as the connection lives.
+    pub(crate) relay: Relaying,
 }
 
 type Relaying = BoxFuture<'static, Result<()>>;
@@ -62,11 +62,8 @@ pub(crate) struct Liveness {
 
 impl Connection {
     /// Connects to the server at `host`, and stays with it. Call it within a Tokio runtime: the connection's task lives there.
-    pub(crate) async fn connect(
-        connector: Connector,
-        host: &str,
-        mut relay: Option<Relaying>,
-    ) -> Result<Self> {
+    pub(crate) async fn connect(connector: Connector, host: &str, relay: Relaying) -> Result<Self> {
+        let mut relay = Some(relay);
         let captured = CapturedTask::default();
         let mut connecting = pin!(connector.connect(host));
         let client = poll_fn(|cx| {

@@ -62,10 +62,9 @@ pub(crate) enum Failure {
     ShortSession(String),
     #[error("{0}")]
     Panicked(String),
-    /// TLS with a server failed, for a reason that may pass or not.
-    #[cfg(feature = "tls")]
+    /// A connection to a server failed on this side, for a reason that may pass or not.
     #[error("{reason}")]
-    Tls { reason: String, permanent: bool },
+    Refused { reason: String, permanent: bool },
 }
 
 impl From<Abandoned> for Failure {
@@ -136,23 +135,20 @@ impl Failure {
             | Self::NoLock { .. }
             | Self::NoBases { .. }
             | Self::NoTokens(_) => Error::permanent(NAME, operation, self),
-            #[cfg(feature = "tls")]
-            Self::Tls { permanent: true, .. } => Error::permanent(NAME, operation, self),
+            Self::Refused { permanent: true, .. } => Error::permanent(NAME, operation, self),
             Self::Server(ref source) if !is_transient(source) => Error::permanent(NAME, operation, self),
             _ => Error::transient(NAME, operation, self),
         }
     }
 
-    #[cfg(feature = "tls")]
     pub(crate) fn refused(reason: String, permanent: bool) -> Self {
-        Self::Tls { reason, permanent }
+        Self::Refused { reason, permanent }
     }
 
-    /// TLS with the server failed, and will fail again until somebody changes something.
+    /// The connection failed on this side, as over TLS, and will fail again until somebody changes something.
     pub(crate) fn is_distrust(&self) -> bool {
         match self {
-            #[cfg(feature = "tls")]
-            Self::Tls { permanent, .. } => *permanent,
+            Self::Refused { permanent, .. } => *permanent,
             _ => false,
         }
     }
@@ -164,10 +160,10 @@ impl Failure {
         match (self, later) {
             (refused @ Self::Server(ZkError::AuthFailed), _)
             | (_, refused @ Self::Server(ZkError::AuthFailed)) => refused,
-            #[cfg(feature = "tls")]
-            (first @ Self::Tls { permanent: true, .. }, Self::Tls { permanent: true, .. }) => first,
-            #[cfg(feature = "tls")]
-            (Self::Tls { reason, .. }, _) | (_, Self::Tls { reason, .. }) => Self::refused(reason, false),
+            (first @ Self::Refused { permanent: true, .. }, Self::Refused { permanent: true, .. }) => first,
+            (Self::Refused { reason, .. }, _) | (_, Self::Refused { reason, .. }) => {
+                Self::refused(reason, false)
+            }
             (_, later) => later,
         }
     }

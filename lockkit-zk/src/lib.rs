@@ -37,7 +37,6 @@ mod list;
 mod own_node;
 mod predecessors;
 mod queue;
-#[cfg(feature = "tls")]
 mod relay;
 mod session;
 mod simple;

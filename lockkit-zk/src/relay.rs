@@ -1,27 +1,38 @@
-//! The way of the client library's bytes through a TLS connection.
+//! The way of the client library's bytes to a server and back.
 //!
-//! The client library connects to a TCP port and to nothing else. Its own TLS brings a second cryptographic provider, cannot
-//! do without verification, panics at some host names, and says nothing of why it failed. So lockkit has the TLS connection,
-//! and the library connects to a port of this process.
+//! The client library has no bounds. It reads for as long as there is something to read, whatever else its runtime has to do, makes room for
+//! whatever length a packet promises, and has a request for each event that nobody waits for. It connects to a TCP port and to nothing else.
+//! Its own TLS brings a second cryptographic provider, cannot do without verification, panics at some host names, and says nothing of why it
+//! failed. So lockkit has the connection to the server, with TLS or without, and the library connects to a port of this process.
+//!
+//! One task has both, so that the library never reads while more comes. What a server sends passes in turns with all else of the runtime, and
+//! ends at the bounds.
 //!
 //! That port is on the loopback interface, where any process of the host can connect. The relay serves only the one that asks
 //! for a session timeout which nobody else knows, and then asks the server for the real one. The password of a user does not
 //! pass that port: the library sends a placeholder, and the relay replaces it.
 
-use std::{io, net::SocketAddr, time::Duration};
+use std::{
+    hash::{BuildHasher as _, RandomState},
+    io,
+    net::SocketAddr,
+    time::Duration,
+};
 
 use futures_util::{FutureExt as _, StreamExt as _, stream::FuturesUnordered};
-use rustls::crypto::SecureRandom;
 use tokio::{
-    io::{AsyncReadExt as _, AsyncWriteExt as _, copy, split},
+    io::{
+        AsyncBufReadExt as _, AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _, BufReader,
+        BufWriter, copy, copy_buf, split,
+    },
     net::{TcpListener, TcpStream},
     time::timeout as within,
 };
+use zookeeper_client::Error as ZkError;
 
 use crate::{
     connection::Route,
     error::{Failure, Result},
-    tls::{Peer, Secured},
 };
 
 /// The credentials that the library sends to this process.
@@ -38,10 +49,27 @@ const AUTH: i32 = 100;
 /// The longest time to wait for what a server has to say that takes no more requests.
 const LAST_WORDS: Duration = Duration::from_secs(1);
 
-/// A TLS connection, and the port of this process from which it is used.
+/// The longest packet of a server. The list of a directory with ten thousand contenders has a tenth of it.
+const LONGEST: usize = 8 * 1024 * 1024;
+/// The bytes for which an event counts beside its own: the library has a request for each that nobody waits for.
+const PER_EVENT: usize = 256;
+/// The most bytes of events beyond one for each reply. Each watch has one event, and was set by a request with its reply; so these are for
+/// those of fifty thousand waiters at once.
+const MOST_EVENTS: usize = 16 * 1024 * 1024;
+/// The number in the place of that of a request with which an event begins.
+const EVENT: [u8; 4] = (-1_i32).to_be_bytes();
+
+pub(crate) trait Stream: AsyncRead + AsyncWrite + Send + Unpin {}
+
+impl<T: AsyncRead + AsyncWrite + Send + Unpin> Stream for T {}
+
+/// What an error of a connection says; `None` if the library says more when it finds its own closed.
+type Explain = Box<dyn Fn(&io::Error) -> Option<Failure> + Send + Sync>;
+
+/// A connection to a server, and the port of this process from which it is used.
 pub(crate) struct Relay {
-    peer: Peer,
-    server: Secured,
+    explain: Explain,
+    server: Box<dyn Stream>,
     listener: TcpListener,
     port: SocketAddr,
     /// The timeout that the library has to ask for in place of its session timeout, in ms.
@@ -49,22 +77,37 @@ pub(crate) struct Relay {
 }
 
 impl Relay {
-    pub(crate) async fn new(peer: Peer, server: Secured, random: &dyn SecureRandom) -> Result<Self> {
-        let mut bytes = [0; 4];
-        let local =
-            |error: io::Error| Failure::refused(format!("no port of this process for TLS: {error}"), false);
-        random
-            .fill(&mut bytes)
-            .map_err(|_| local(io::Error::other("no random numbers")))?;
+    /// Connects to this server without TLS. Nothing of a session is sent.
+    ///
+    /// # Cancel safety
+    /// Dropping the future closes the connection.
+    pub(crate) async fn plain(host: &str) -> Result<Self> {
+        let server = Box::new(connect(host).await?);
+        let host = host.to_owned();
+        let explain = move |error: &io::Error| {
+            tracing::debug!(%host, %error, "a connection is lost");
+            None
+        };
+        // Keyed at random by the system, so that nobody guesses it.
+        let [a, b, c, d, ..] = RandomState::new().hash_one(0).to_be_bytes();
+        Self::new(server, Box::new(explain), [a, b, c, d]).await
+    }
+
+    /// Makes the port for a connection, and `pass` what the library shows there.
+    pub(crate) async fn new(server: Box<dyn Stream>, explain: Explain, pass: [u8; 4]) -> Result<Self> {
+        let local = |error: io::Error| {
+            let reason = format!("no port of this process for the connection to the server: {error}");
+            Failure::refused(reason, false)
+        };
         let listener = TcpListener::bind(("127.0.0.1", 0)).await.map_err(local)?;
         let port = listener.local_addr().map_err(local)?;
         Ok(Self {
-            peer,
+            explain,
             server,
             listener,
             port,
             // Never one that somebody would ask for, since they are a day long at most.
-            pass: (i32::from_be_bytes(bytes) & i32::MAX) | (1 << 30),
+            pass: (i32::from_be_bytes(pass) & i32::MAX) | (1 << 30),
         })
     }
 
@@ -74,16 +117,20 @@ impl Relay {
             host: self.port.to_string(),
             timeout: Duration::from_millis(u64::from(self.pass.unsigned_abs())),
             credentials: credentials.is_some().then(|| PLACEHOLDER.to_owned()),
-            relay: Some(self.run(timeout, credentials).boxed()),
+            relay: self.run(timeout, credentials).boxed(),
         }
     }
 
     /// Relays until either end closes its connection. Dropped, it closes both, as a lost network does.
     async fn run(self, timeout: Duration, credentials: Option<String>) -> Result<()> {
-        let failed = |error: io::Error| self.peer.failure_on_standing(&error);
-        let Some((mut library, mut first)) = admit(self.listener, self.pass).await.map_err(failed)? else {
-            let reason = "others keep connecting to the port of this process for TLS";
-            return Err(Failure::refused(reason.to_owned(), false));
+        let failed = |error: io::Error| (self.explain)(&error).map_or(Ok(()), Err);
+        let (mut library, mut first) = match admit(self.listener, self.pass).await {
+            Ok(Some(admitted)) => admitted,
+            Ok(None) => {
+                let reason = "others keep connecting to the port of this process for its server";
+                return Err(Failure::refused(reason.to_owned(), false));
+            }
+            Err(error) => return failed(error),
         };
         let timeout = i32::try_from(timeout.as_millis()).unwrap_or(i32::MAX);
         first[TIMEOUT_AT..TIMEOUT_AT + 4].copy_from_slice(&timeout.to_be_bytes());
@@ -102,17 +149,64 @@ impl Relay {
             copy(&mut from_library, &mut to_server).await?;
             to_server.shutdown().await
         });
-        let mut replies = Box::pin(copy(&mut from_server, &mut to_library));
+        let mut replies = Box::pin(pass_on(&mut from_server, &mut to_library));
         tokio::select! {
-            ended = &mut replies => ended.map(drop).map_err(failed),
+            ended = &mut replies => ended.or_else(failed),
             sent = &mut requests => match sent {
                 Ok(()) => Ok(()),
                 // A server that minds the certificate says so before it closes the connection.
                 Err(error) => match within(LAST_WORDS, replies).await {
-                    Ok(Err(last_words)) => Err(failed(last_words)),
-                    _ => Err(failed(error)),
+                    Ok(Err(last_words)) => failed(last_words),
+                    _ => failed(error),
                 },
             },
+        }
+    }
+}
+
+/// Connects to this server.
+pub(crate) async fn connect(host: &str) -> Result<TcpStream> {
+    let stream = TcpStream::connect(host).await.map_err(|error| {
+        tracing::debug!(host, %error, "a server cannot be reached");
+        // As the client library says.
+        Failure::Server(ZkError::NoHosts)
+    })?;
+    // Each request is one small packet.
+    let _ = stream.set_nodelay(true);
+    Ok(stream)
+}
+
+/// Passes on packets until the server ends its connection, or does not keep to the bounds.
+async fn pass_on(server: impl AsyncRead + Unpin, library: impl AsyncWrite + Unpin) -> io::Result<()> {
+    let (mut server, mut library) = (BufReader::new(server), BufWriter::new(library));
+    let mut events: usize = 0;
+    loop {
+        if server.buffer().is_empty() {
+            library.flush().await?;
+        }
+        if server.fill_buf().await?.is_empty() {
+            return Ok(());
+        }
+        let head = server.read_u32().await?;
+        let (length, mut number) = (head as usize, [0; EVENT.len()]);
+        let known = length.min(number.len());
+        server.read_exact(&mut number[..known]).await?;
+        events = if known == number.len() && number == EVENT {
+            events.saturating_add(length).saturating_add(PER_EVENT)
+        } else {
+            events.saturating_sub(PER_EVENT)
+        };
+        if length > LONGEST || events > MOST_EVENTS {
+            let reason =
+                "the server has sent a packet of more than 8 MiB, or more events than anybody waits for";
+            tracing::warn!("a connection is given up: {reason}");
+            return Err(io::Error::new(io::ErrorKind::InvalidData, reason));
+        }
+        library.write_u32(head).await?;
+        library.write_all(&number[..known]).await?;
+        let rest = (length - known) as u64;
+        if copy_buf(&mut (&mut server).take(rest), &mut library).await? < rest {
+            return Ok(());
         }
     }
 }
@@ -228,6 +322,42 @@ mod tests {
         }
         let admitted = within(LONG, admitted).await.expect("an end of the guesses");
         assert!(admitted.unwrap().unwrap().is_none());
+    }
+
+    fn event() -> Vec<u8> {
+        let mut event = [-1, -1, -1, 0, 3, 3, 2].map(i32::to_be_bytes).concat();
+        event.extend(b"/a");
+        packet(&event)
+    }
+
+    /// Returns how passing these bytes on ends, and how much was passed on.
+    async fn passed(bytes: &[u8]) -> (io::Result<()>, usize) {
+        let mut library = Vec::new();
+        let ended = pass_on(bytes, &mut library).await;
+        assert!(bytes.starts_with(&library), "as they are");
+        (ended, library.len())
+    }
+
+    #[tokio::test]
+    async fn what_is_honest_passes() {
+        // Each reply gives leave for the event of a watch.
+        let asked = [packet(&[0; 16]), event()].concat().repeat(100_000);
+        let long = packet(&vec![7; 1024 * 1024]);
+        let short = [packet(&[]), packet(&[1]), packet(&[0xff; 3])].concat();
+        let half = packet(&[7; 100])[..50].to_vec();
+        for bytes in [asked, event().repeat(10_000), long, short, half] {
+            let (ended, count) = passed(&bytes).await;
+            assert!(ended.is_ok() && count == bytes.len(), "{ended:?}, {count}");
+        }
+    }
+
+    #[tokio::test]
+    async fn what_nobody_waits_for_ends_the_connection() {
+        let long = [&u32::MAX.to_be_bytes()[..], &[0; 64]].concat();
+        for bytes in [event().repeat(100_000), long] {
+            let (ended, count) = passed(&bytes).await;
+            assert!(ended.is_err() && count < bytes.len(), "{ended:?}, {count}");
+        }
     }
 
     #[test]

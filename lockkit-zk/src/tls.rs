@@ -1,22 +1,20 @@
 //! Encrypted connections to servers.
 
+use std::io;
+
 use lockkit_core::spi::tls::{self, Handshake};
-use tokio::net::TcpStream;
-use tokio_rustls::{TlsConnector, client::TlsStream};
+use tokio_rustls::TlsConnector;
 use zookeeper_client::Error as ZkError;
 
 use crate::{
     ZkConfig,
     config::Tls,
     error::{Failure, Result},
-    relay::Relay,
+    relay::{self, Relay},
 };
 
 /// The port that a server speaks TLS on.
 const PORT: &str = "a `secureClientPort`";
-
-/// A connection on which the handshake is done.
-pub(crate) type Secured = TlsStream<TcpStream>;
 
 /// Whom the client trusts, and who it is.
 #[derive(Clone)]
@@ -42,20 +40,21 @@ impl Trust {
     /// Dropping the future closes the connection.
     pub(crate) async fn reach(&self, host: &str) -> Result<Relay> {
         let name = tls::server_name(host).map_err(|reason| Failure::refused(reason, true))?;
-        let stream = TcpStream::connect(host).await.map_err(|error| {
-            tracing::debug!(host, %error, "a server cannot be reached");
-            // As the client library says of servers without TLS.
-            Failure::Server(ZkError::NoHosts)
-        })?;
-        // Each request is one small packet.
-        let _ = stream.set_nodelay(true);
+        let stream = relay::connect(host).await?;
         let (config, handshake) = self
             .0
             .handshake(host, PORT, &[])
             .map_err(|error| Failure::refused(error.to_string(), true))?;
         let stream = TlsConnector::from(config).connect(name, stream).await;
         match stream {
-            Ok(stream) => Relay::new(Peer(handshake), stream, self.0.provider().secure_random).await,
+            Ok(stream) => {
+                let mut pass = [0; 4];
+                let random = self.0.provider().secure_random.fill(&mut pass);
+                random.map_err(|_| Failure::refused("no random numbers".to_owned(), false))?;
+                let peer = Peer(handshake);
+                let explain = move |error: &io::Error| Some(peer.failure_on_standing(error));
+                Relay::new(Box::new(stream), Box::new(explain), pass).await
+            }
             Err(error) => {
                 let (reason, permanent) = handshake.failure(&error);
                 Err(Failure::refused(reason, permanent))
@@ -70,7 +69,7 @@ pub(crate) struct Peer(Handshake);
 
 impl Peer {
     /// Returns what this error of a connection says on which the handshake is done.
-    pub(crate) fn failure_on_standing(&self, error: &std::io::Error) -> Failure {
+    pub(crate) fn failure_on_standing(&self, error: &io::Error) -> Failure {
         match self.0.refused(error) {
             Some((reason, permanent)) => Failure::refused(reason, permanent),
             None => {

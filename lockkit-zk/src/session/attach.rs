@@ -6,10 +6,7 @@ use lockkit_core::{
     LossReason,
     spi::{Mutex, Unencrypted},
 };
-use tokio::{
-    net::TcpStream,
-    time::{Instant, sleep, timeout as within},
-};
+use tokio::time::{Instant, sleep, timeout as within};
 use zookeeper_client::{Client, Error as ZkError, SessionInfo};
 
 use super::{Core, end_reason};
@@ -20,6 +17,7 @@ use crate::{
     config::{Address, check_session_timeout},
     connection::{Connection, Route},
     error::{Failure, Result, contained},
+    relay::Relay,
 };
 
 /// The least time that a server may be silent, or take to let a client in, before another one is tried. It is long against
@@ -125,11 +123,7 @@ impl Servers {
         Err(failed)
     }
 
-    /// Makes the way to this server. With TLS, that is to shake hands with it. Nothing of a session is sent.
-    #[cfg_attr(
-        not(feature = "tls"),
-        expect(clippy::unused_async, reason = "only TLS has something to wait for")
-    )]
+    /// Makes the way to this server: connects, and with TLS, shakes hands with it. Nothing of a session is sent.
     async fn route(&self, host: &str) -> Result<Route> {
         #[cfg(feature = "tls")]
         if let Some(trust) = &self.trust {
@@ -140,12 +134,8 @@ impl Servers {
             self.unencrypted
                 .note(NAME, host, None, "tls=verify, to the servers' `secureClientPort`");
         }
-        Ok(Route {
-            host: host.to_owned(),
-            timeout: self.timeout,
-            credentials: self.credentials.clone(),
-            relay: None,
-        })
+        let relay = Relay::plain(host).await?;
+        Ok(relay.route(self.timeout, self.credentials.clone()))
     }
 
     /// Connects that way, and opens or attaches a session.
@@ -246,7 +236,7 @@ enum NotAttached {
 /// Attaches the session to this server.
 async fn attach_to(core: &Core, host: &str, limit: Duration) -> std::result::Result<Connection, NotAttached> {
     // A server that cannot be reached cannot have changed the session's timeout either.
-    let route = match within(limit, reach(core, host)).await {
+    let route = match within(limit, core.servers.route(host)).await {
         Ok(Ok(route)) => route,
         Ok(Err(failure)) => return Err(not_attached(failure)),
         Err(_) => return Err(NotAttached::Away),
@@ -316,19 +306,6 @@ async fn attach_to(core: &Core, host: &str, limit: Duration) -> std::result::Res
             Err(NotAttached::Away)
         }
     }
-}
-
-/// Makes the way to this server, and finds out whether the server is there.
-async fn reach(core: &Core, host: &str) -> Result<Route> {
-    let route = core.servers.route(host).await?;
-    // Over TLS it has replied by now.
-    if route.relay.is_none()
-        && let Err(error) = TcpStream::connect(host).await
-    {
-        tracing::debug!(host, %error, "a server cannot be reached");
-        return Err(ZkError::NoHosts.into());
-    }
-    Ok(route)
 }
 
 fn not_attached(failure: Failure) -> NotAttached {

@@ -6,6 +6,7 @@ mod crowd;
 mod downgrade;
 mod ensemble;
 mod faults;
+mod flood;
 mod namespaces;
 mod observers;
 mod packets;
