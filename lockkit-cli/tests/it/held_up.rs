@@ -1,8 +1,9 @@
 //! Surroundings that hold lockkit up, or keep it busy: its command ends in time all the same.
 
 use std::{
+    fs,
     io::{self, PipeReader, PipeWriter, Read, Write},
-    net::{SocketAddr, TcpListener, TcpStream},
+    net::{Shutdown, SocketAddr, TcpListener, TcpStream},
     process::Command,
     sync::{
         Arc,
@@ -58,8 +59,19 @@ fn full_pipe() -> (PipeReader, PipeWriter) {
 }
 
 /// A command that stays until it is killed.
-fn stubborn(url: &str) -> std::process::Command {
-    let script = "trap '' TERM; echo up; echo $$; while :; do sleep 0.05; done 2>/dev/null";
+fn stubborn(url: &str) -> Command {
+    under_lease(
+        url,
+        "trap '' TERM; echo up; echo $$; while :; do sleep 0.05; done 2>/dev/null",
+    )
+}
+
+/// A command that ends when it is told to.
+fn willing(url: &str) -> Command {
+    under_lease(url, "echo up; echo $$; exec sleep 600")
+}
+
+fn under_lease(url: &str, script: &str) -> Command {
     let ttl = format!("{}s", TTL.as_secs());
     lockkit(&[
         "run", "--url", url, "--ttl", &ttl, "job", "--", "sh", "-c", script,
@@ -95,56 +107,210 @@ fn a_command_that_cannot_run_is_127_whoever_reads() {
     }
 }
 
-/// Passes everything on, and floods the client with pushes once it is told to.
-fn flooding(upstream: SocketAddr) -> (SocketAddr, Arc<AtomicBool>) {
-    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-    let address = listener.local_addr().unwrap();
-    let told = Arc::new(AtomicBool::new(false));
-    let floods = Arc::clone(&told);
+/// The most memory that lockkit has at any time, in bytes, whatever a server sends.
+const MOST_MEMORY: u64 = 64 * 1024 * 1024;
+
+/// Passes everything on, and floods each client once it is told to. What the server says is drowned then.
+struct Flooding {
+    address: SocketAddr,
+    is_told: Arc<AtomicBool>,
+    has_begun: Arc<AtomicBool>,
+}
+
+impl Flooding {
+    fn start(upstream: SocketAddr, message: &[u8]) -> Self {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = listener.local_addr().unwrap();
+        let (is_told, has_begun) = (Arc::<AtomicBool>::default(), Arc::<AtomicBool>::default());
+        let flooding = Self {
+            address,
+            is_told: is_told.clone(),
+            has_begun: has_begun.clone(),
+        };
+        // It fits into the buffers of a connection, whoever reads.
+        let flood = message.repeat(64 * 1024 / message.len());
+        thread::spawn(move || {
+            for client in listener.incoming().flatten() {
+                let (is_told, has_begun, flood) = (is_told.clone(), has_begun.clone(), flood.clone());
+                thread::spawn(move || play(client, upstream, &is_told, &has_begun, &flood));
+            }
+        });
+        flooding
+    }
+
+    /// Begins, and waits until it has.
+    fn begin(&self) {
+        self.is_told.store(true, Ordering::Relaxed);
+        eventually("it floods", || {
+            self.has_begun.load(Ordering::Relaxed).then_some(())
+        });
+    }
+}
+
+fn play(
+    mut client: TcpStream,
+    upstream: SocketAddr,
+    is_told: &AtomicBool,
+    has_begun: &AtomicBool,
+    flood: &[u8],
+) -> io::Result<()> {
+    let mut server = TcpStream::connect(upstream)?;
+    server.set_read_timeout(Some(Duration::from_millis(10)))?;
+    let (mut requests, mut to_server) = (client.try_clone()?, server.try_clone()?);
     thread::spawn(move || {
-        for mut client in listener.incoming().flatten() {
-            let mut server = TcpStream::connect(upstream).unwrap();
-            server.set_read_timeout(Some(Duration::from_millis(10))).unwrap();
-            let (mut requests, mut to_server) = (client.try_clone().unwrap(), server.try_clone().unwrap());
-            thread::spawn(move || io::copy(&mut requests, &mut to_server));
-            let told = Arc::clone(&told);
-            thread::spawn(move || {
-                let pushes = b">2\r\n$1\r\na\r\n$1\r\nb\r\n".repeat(5_000);
-                let mut replies = [0; 4096];
-                loop {
-                    let read = if told.load(Ordering::Relaxed) {
-                        client.write_all(&pushes)?;
-                        continue;
-                    } else {
-                        server.read(&mut replies)
-                    };
-                    match read {
-                        Ok(0) => return Ok(()),
-                        Ok(count) => client.write_all(&replies[..count])?,
-                        Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
-                        Err(error) => return Err(error),
-                    }
-                }
-            });
-        }
+        let copied = io::copy(&mut requests, &mut to_server);
+        // A session whose client has gone is one that has ended.
+        let _ = to_server.shutdown(Shutdown::Both);
+        copied
     });
-    (address, floods)
+    let mut replies = vec![0; 64 * 1024];
+    while !is_told.load(Ordering::Relaxed) {
+        match server.read(&mut replies) {
+            Ok(0) => return client.shutdown(Shutdown::Both),
+            Ok(count) => client.write_all(&replies[..count])?,
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+            Err(error) => return Err(error),
+        }
+    }
+    server.set_read_timeout(None)?;
+    thread::spawn(move || io::copy(&mut server, &mut io::sink()));
+    loop {
+        client.write_all(flood)?;
+        has_begun.store(true, Ordering::Relaxed);
+    }
+}
+
+/// A server at this address, whose URL is made of the address at which it is reached, and what it may say when nobody has asked. All of its
+/// connections say nothing else any more once the command is under way.
+fn a_flood_spares_no_command(upstream: SocketAddr, url_at: impl Fn(SocketAddr) -> String, message: &[u8]) {
+    let floods = |what: &str, most: Duration, signal: Option<Signal>, command: &dyn Fn(&str) -> Command| {
+        let flooding = Flooding::start(upstream, message);
+        let url = url_at(flooding.address);
+        let mut holder = Running::spawn(&mut command(&url));
+        assert_eq!(holder.line(), "up", "{url}");
+        let command = holder.line().parse().unwrap();
+        let (watch, beside) = (Stopwatch::start(), Lateness::watch());
+        flooding.begin();
+        if let Some(signal) = signal {
+            holder.signal(signal);
+        }
+        gone(command);
+        let (took, memory) = (watch.elapsed(), memory(holder.pid()));
+        let allowed = most + 5 * beside.most();
+        assert!(took < allowed, "{url}, {what}: {took:?}, at most {allowed:?}");
+        assert!(
+            memory.is_none_or(|memory| memory < MOST_MEMORY),
+            "{url}, {what}: {memory:?} bytes of memory"
+        );
+        // It may try to release for a while after that.
+        let status = holder.status().code();
+        // What ends the connection is a loss, which may come before the signal.
+        let is_right = status == Some(123) || signal.is_some() && status == Some(143);
+        assert!(is_right, "{url}, {what}: {status:?}");
+    };
+    floods("the end of the lease", TTL, None, &stubborn);
+    floods("TERM", MUCH, Some(Signal::TERM), &willing);
+}
+
+/// Returns the most memory that a process has had, in bytes, if it is still there.
+fn memory(pid: i32) -> Option<u64> {
+    let status = fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
+    let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:"))?;
+    let kibibytes: u64 = line.trim().strip_suffix(" kB")?.parse().ok()?;
+    Some(kibibytes * 1024)
 }
 
 #[test]
-fn a_server_that_floods_its_client_spares_no_command() {
+fn a_redis_that_floods_spares_no_command() {
     let Some(server) = server() else { return };
-    let (address, floods) = flooding(server.addr());
-    let mut holder = Running::spawn(&mut stubborn(&format!("redis://{address}")));
-    assert_eq!(holder.line(), "up");
-    let command = holder.line().parse().unwrap();
-    floods.store(true, Ordering::Relaxed);
-    let (watch, beside) = (Stopwatch::start(), Lateness::watch());
-    gone(command);
-    let (took, allowed) = (watch.elapsed(), TTL + much(&beside));
-    // It may try to release for a while after that.
-    assert_eq!(holder.status().code(), Some(123));
-    assert!(took < allowed, "{took:?}, at most {allowed:?}");
+    let push = b">2\r\n$1\r\na\r\n$1\r\nb\r\n";
+    a_flood_spares_no_command(server.addr(), |address| format!("redis://{address}"), push);
+}
+
+#[test]
+fn a_zookeeper_that_floods_spares_no_command() {
+    if skipped("zk", zookeeper::missing()) {
+        return;
+    }
+    let server = ZkServer::plain().unwrap();
+    // An event, without a transaction or an error: the data of a node have changed, in a session that is connected.
+    let mut event = [-1, -1, -1, 0, 3, 3, 2].map(i32::to_be_bytes).concat();
+    event.extend(b"/a");
+    let message = [&u32::try_from(event.len()).unwrap().to_be_bytes()[..], &event].concat();
+    a_flood_spares_no_command(server.addr(), |address| format!("zk://{address}"), &message);
+}
+
+#[test]
+fn an_etcd_that_floods_spares_no_command() {
+    if skipped("etcd", etcd::missing()) {
+        return;
+    }
+    let server = EtcdServer::plain().unwrap();
+    // A ping, settings that change nothing, and a frame of a kind that nobody knows.
+    let frame = |kind: u8, payload: &[u8]| {
+        let length = u8::try_from(payload.len()).unwrap();
+        [&[0, 0, length, kind, 0, 0, 0, 0, 0][..], payload].concat()
+    };
+    let message = [frame(6, &[7; 8]), frame(4, &[]), frame(0x20, &[7; 8])].concat();
+    a_flood_spares_no_command(server.addr(), |address| server.url_at(address), &message);
+}
+
+#[test]
+fn a_postgres_that_floods_spares_no_command() {
+    if skipped("postgres", postgres::missing()) {
+        return;
+    }
+    let server = PgServer::plain().unwrap();
+    // A notification, a notice, and a parameter of the session.
+    let says = |kind: u8, body: &[u8]| {
+        let length = u32::try_from(body.len() + 4).unwrap().to_be_bytes();
+        [&[kind][..], &length, body].concat()
+    };
+    let message = [
+        says(b'A', b"\0\0\0\x01a\0b\0"),
+        says(b'N', b"SNOTICE\0C00000\0Mlook here\0\0"),
+        says(b'S', b"TimeZone\0UTC\0"),
+    ];
+    a_flood_spares_no_command(server.addr(), PgServer::url_at, &message.concat());
+}
+
+/// Its server says nothing of itself. As the reply to a request, each of these packets is a count of columns first, then a column, and then
+/// a row.
+fn a_mysql_that_floods_spares_no_command(flavour: Flavour, mode: &str) {
+    let backend = match flavour {
+        Flavour::MariaDb => "mysql",
+        Flavour::MySql => "mysql-server",
+    };
+    if skipped(backend, MySql::missing(flavour)) {
+        return;
+    }
+    let server = MySql::start(flavour, &[]).unwrap();
+    let url_at = |address| format!("{}?mode={mode}", MySql::url_at(address));
+    let mut message = vec![0_u8, 0, 0, 1];
+    // A catalog, three texts that are empty, an alias and a name; then the charset, the length, the type, flags and decimals.
+    message.extend(b"\x03def\0\0\0\x01a\0\x0c\x3f\0\x14\0\0\0\x08\0\0\0\0\0");
+    message[0] = u8::try_from(message.len() - 4).unwrap();
+    a_flood_spares_no_command(server.addr(), url_at, &message);
+}
+
+#[test]
+fn a_mysql_that_floods_spares_no_command_under_row_locks() {
+    a_mysql_that_floods_spares_no_command(Flavour::MySql, "for_update");
+}
+
+#[test]
+fn a_mysql_that_floods_spares_no_command_under_leases() {
+    a_mysql_that_floods_spares_no_command(Flavour::MySql, "lease");
+}
+
+#[test]
+fn a_mariadb_that_floods_spares_no_command_under_row_locks() {
+    a_mysql_that_floods_spares_no_command(Flavour::MariaDb, "for_update");
+}
+
+#[test]
+fn a_mariadb_that_floods_spares_no_command_under_leases() {
+    a_mysql_that_floods_spares_no_command(Flavour::MariaDb, "lease");
 }
 
 /// Nothing that lockkit has to say or to leave behind is worth that the caller waits for a server that is not there.
