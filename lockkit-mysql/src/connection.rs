@@ -11,7 +11,7 @@ use sqlx::{
     AssertSqlSafe, ConnectOptions, Connection, Decode, Either, Execute, Executor, MySql, Row,
     mysql::{MySqlConnection, MySqlRow},
 };
-use tokio::time::Instant;
+use tokio::{task::yield_now, time::Instant};
 
 use crate::{
     NAME,
@@ -19,6 +19,11 @@ use crate::{
     error::{self, During},
     relay::Open,
 };
+
+/// The rows and results that are read before others of the runtime have their turn: sqlx reads on for as long as there is something to read.
+const TURN: usize = 1_024;
+/// The most rows and results of a reply. A relay counts bytes, and ends far below it.
+const MOST: usize = 65_536;
 
 /// A connection, as sqlx has it, and what keeps it open if its login was guarded.
 pub(crate) struct Wire(MySqlConnection, Option<Open>);
@@ -163,7 +168,16 @@ async fn read(
     let mut parts = connection.fetch_many(query);
     let mut outcomes = Vec::with_capacity(2);
     let mut outcome = Outcome::default();
+    let mut count: usize = 0;
     while let Some(part) = parts.try_next().await? {
+        count += 1;
+        if count > MOST {
+            let excess = format!("the server has sent more than {MOST} rows for one request");
+            return Err(sqlx::Error::Protocol(excess));
+        }
+        if count.is_multiple_of(TURN) {
+            yield_now().await;
+        }
         match part {
             Either::Right(row) => outcome.rows.push(row),
             Either::Left(done) => {
