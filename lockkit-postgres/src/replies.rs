@@ -33,6 +33,8 @@ mod kind {
     pub(super) const COLUMNS: u8 = b'T';
     pub(super) const PARAMETERS: u8 = b't';
     pub(super) const ROW: u8 = b'D';
+    /// A parameter of the session has this value now.
+    pub(super) const STATUS: u8 = b'S';
 }
 
 /// The method by which a server asks for the password as it is.
@@ -92,6 +94,8 @@ pub(crate) struct Replies {
     skipped: usize,
     /// The number of bytes since the last request.
     replied: usize,
+    /// The number of bytes of the session's parameters since its beginning: the client library keeps one of each name.
+    told: usize,
 }
 
 impl Replies {
@@ -104,6 +108,7 @@ impl Replies {
             wanted: 0,
             skipped: 0,
             replied: 0,
+            told: 0,
         }
     }
 
@@ -158,7 +163,10 @@ impl Replies {
             return Err(Misconduct::LongMessage);
         }
         self.replied = self.replied.saturating_add(length + PER_MESSAGE);
-        if self.replied > MOST {
+        if kind == kind::STATUS {
+            self.told = self.told.saturating_add(length + PER_MESSAGE);
+        }
+        if self.replied > MOST || self.told > MOST {
             return Err(Misconduct::NoEnd);
         }
         let wanted = match kind {
@@ -320,6 +328,16 @@ mod tests {
             let outcome = bytes.chunks(8_192).try_for_each(|chunk| replies.look_at(chunk));
             assert_eq!(outcome, Err(misconduct));
         }
+    }
+
+    #[test]
+    fn parameters_are_counted_over_all_requests() {
+        let mut replies = Replies::new(Arc::default(), true);
+        let outcome = (0..70_000).try_for_each(|number| {
+            replies.note_request();
+            replies.look_at(&message(b'S', format!("a{number}\0x\0").as_bytes()))
+        });
+        assert_eq!(outcome, Err(Misconduct::NoEnd));
     }
 
     #[test]
