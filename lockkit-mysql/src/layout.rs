@@ -214,7 +214,7 @@ mod tests {
             }
         }
         let alone = Range::of_key(b"ns:a");
-        assert!(*alone.begin == *b"ns:a" && *alone.end > *b"ns:a" && *alone.end <= *b"ns:a\0");
+        assert_eq!((&*alone.begin, &*alone.end), (&b"ns:a"[..], &b"ns:a\0"[..]));
         let other = Range::of_prefix("n", LockKind::Lock, "");
         assert!(key("ns", LockKind::Lock, "a").as_bytes() >= &*other.end);
         assert!(key("n", LockKind::Semaphore, "a").as_bytes() < &*other.begin);
