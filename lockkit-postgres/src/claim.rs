@@ -405,6 +405,10 @@ impl PostgresClaim {
         reply: &Reply,
         patience: Duration,
     ) -> Result<Next> {
+        if reply.first().is_none_or(Vec::is_empty) {
+            // A look has a row, whatever it has found.
+            return Err(unexpected());
+        }
         let Some(size) = value::<i32>(reply, 1, 0)? else {
             let parameters = vec![Parameter::Bigint(self.keys.queue), Parameter::Int(self.size())];
             session.send(self.lease, vec![Query::prepared(sql::MAKE_SEMAPHORE, parameters)]);
