@@ -178,7 +178,7 @@ fn advice(code: &str) -> Option<&'static str> {
         "3D000" => "correct the database in the URL, or create it",
         "42501" => "grant the role what docs/postgres.md lists",
         code::UNDEFINED_TABLE | code::UNDEFINED_SCHEMA => {
-            "the tables have gone: connect anew, which makes them"
+            "the tables have gone: connect anew, and the next acquisition makes them"
         }
         "53300" => "raise max_connections, or end connections of other programs",
         "53100" => "make room on the server's disk",
