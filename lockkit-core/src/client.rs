@@ -140,7 +140,7 @@ impl LockClient {
     /// hold ends a ttl after the last request.
     ///
     /// [`Error::Unsupported`] where holds cannot be detached; [`Error::InvalidName`]; [`Error::InvalidOptions`] if a default option
-    /// does not go with the ttl; [`Error::Closed`].
+    /// does not go with the ttl, or if no lease is as long as what is left of its `hold_at_least`; [`Error::Closed`].
     ///
     /// # Cancel safety
     /// As if no answer came, if the future is dropped half-way: call it again with the same value.

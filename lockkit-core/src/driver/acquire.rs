@@ -334,7 +334,7 @@ async fn open(
 }
 
 /// Has the backend refuse a `hold_at_least` that is longer than any lease of its, before there is a hold.
-fn for_long_enough(mut claim: Box<dyn Claim>, request: &AcquireRequest) -> Result<Box<dyn Claim>> {
+pub(super) fn for_long_enough(mut claim: Box<dyn Claim>, request: &AcquireRequest) -> Result<Box<dyn Claim>> {
     if let Some(&least) = request.hold_at_least.as_deref() {
         let refused = |_| {
             let reason = format!("{least:?} is longer than a lease can be");

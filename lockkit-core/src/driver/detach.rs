@@ -12,7 +12,7 @@ use tokio::time::Instant;
 use crate::{
     AcquireOptions, DetachedHold, Error, LossReason, Result,
     driver::{
-        acquire::{Granted, make_hold},
+        acquire::{Granted, for_long_enough, make_hold},
         contender::Contender,
         core::Core,
         finish_release::in_whole_millis,
@@ -156,7 +156,8 @@ async fn exchange_owner(
     claim_request.renews = request.renew;
     let limit = || Instant::now() + request.op_timeout;
     let opened = core.blanked(core.backend.claim(&claim_request));
-    let claim = claim.insert(queue.exchange(ADOPT, Core::is_open, limit, opened).await?);
+    let opened = queue.exchange(ADOPT, Core::is_open, limit, opened).await?;
+    let claim = claim.insert(for_long_enough(opened, request)?);
     // What was slept before the request is not taken off its lease.
     core.clock.look();
     let exchange = core.request(ADOPT, claim.adopt(detached.owner, detached.token));

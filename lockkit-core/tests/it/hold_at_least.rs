@@ -262,6 +262,28 @@ async fn who_adopts_it_and_releases_leaves_it_taken() {
     comes_free(&other, granted + LEAST + 2 * SECOND).await;
 }
 
+/// Its release would be told that no lease is that long, and the lock would be free too early.
+#[tokio::test(start_paused = true)]
+async fn who_cannot_keep_it_so_long_does_not_adopt_it() {
+    let (one, other, memory) = hosts();
+    let mut detached = one.acquire().await.unwrap().detach().await.unwrap();
+    let probe = Probe {
+        memory: memory.clone(),
+        longest_ttl: Some(LEAST / 2),
+        ..Probe::default()
+    };
+    let refused = LockClient::new(probe).adopt(&mut detached).await.unwrap_err();
+    assert!(
+        matches!(&refused, Error::InvalidOptions { option, .. } if *option == "hold_at_least"),
+        "{refused}"
+    );
+    // It is left to one that can.
+    let adopted = LockClient::new(memory).adopt(&mut detached).await.unwrap();
+    let since = Instant::now();
+    adopted.release().await.unwrap();
+    comes_free(&other, since + LEAST).await;
+}
+
 /// The reply comes as the client is closed. Whoever had the hold before may have done the job; of a grant, nobody has done anything.
 #[tokio::test(start_paused = true)]
 async fn who_closes_leaves_taken_what_it_adopts_alone() {

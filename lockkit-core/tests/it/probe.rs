@@ -33,6 +33,8 @@ pub(crate) struct Probe {
     pub(crate) refuses: Arc<AtomicBool>,
     /// The time after which whoever waits asks again, if that is not the memory backend's.
     pub(crate) polls_every: Option<Duration>,
+    /// The longest ttl that a claim may change to.
+    pub(crate) longest_ttl: Option<Duration>,
 }
 
 /// The memory backend, where an operator ends the first leadership of the election `jobs` while observers are told of it.
@@ -120,6 +122,7 @@ impl Backend for Probe {
             barrier: self.barrier.clone(),
             hint: self.hint.clone(),
             refuses: self.refuses.clone(),
+            longest_ttl: self.longest_ttl,
         }))
     }
 
@@ -146,6 +149,7 @@ struct Counted {
     barrier: Arc<Mutex<Option<Arc<Barrier>>>>,
     hint: Arc<Notify>,
     refuses: Arc<AtomicBool>,
+    longest_ttl: Option<Duration>,
 }
 
 impl Counted {
@@ -191,6 +195,13 @@ impl Claim for Counted {
     }
 
     fn set_ttl(&mut self, ttl: Duration) -> Result<Option<Duration>> {
+        if self.longest_ttl.is_some_and(|longest| ttl > longest) {
+            return Err(Error::permanent(
+                "probe",
+                "set_ttl",
+                "it has no lease of that length",
+            ));
+        }
         self.claim.set_ttl(ttl)
     }
 
