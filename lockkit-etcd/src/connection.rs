@@ -23,8 +23,9 @@ use prost::Message;
 use tokio::{
     io::{AsyncRead, AsyncWrite},
     net::TcpStream,
+    runtime::Handle,
     sync::watch,
-    task::AbortHandle,
+    task::{AbortHandle, JoinSet},
     time::Instant,
 };
 use tonic::{
@@ -71,6 +72,8 @@ struct Inner {
     token: Mutex<Option<Token>>,
     /// Whoever logs in has it.
     login: tokio::sync::Mutex<()>,
+    /// The runtime that the connection lives on.
+    runtime: Handle,
     /// The time of the last answer that proves the member to be one of a quorum.
     heard: Mutex<Option<Instant>>,
     ended: watch::Receiver<()>,
@@ -147,6 +150,7 @@ impl Connection {
             secrets: options.secrets.clone(),
             token: Mutex::default(),
             login: tokio::sync::Mutex::default(),
+            runtime: Handle::current(),
             heard: Mutex::default(),
             ended,
             task: task.abort_handle(),
@@ -347,12 +351,22 @@ impl Connection {
             let reason = "the servers ask for a user; name one in the URL, as in etcd://user:password@host";
             return Err(Failure::refused(reason, true));
         }
-        let _logging_in = self.0.login.lock().await;
-        if self.token().as_ref() != refused {
-            return Ok(false);
+        let (connection, refused) = (self.clone(), refused.cloned());
+        // In a task that ends with this future: one that is neither polled nor dropped is in nobody's way.
+        let mut login = JoinSet::new();
+        let logging_in = async move {
+            let _logging_in = connection.0.login.lock().await;
+            if connection.token() != refused {
+                return Ok(false);
+            }
+            connection.authenticate().await?;
+            Ok(true)
+        };
+        login.spawn_on(logging_in, &self.0.runtime);
+        match login.join_next().await {
+            Some(Ok(done)) => done,
+            _ => Err(Failure::RuntimeGone),
         }
-        self.authenticate().await?;
-        Ok(true)
     }
 
     async fn unary_with<M, A>(&self, token: Option<Token>, path: &'static str, message: M) -> Result<A>
@@ -480,7 +494,7 @@ mod tests {
         sync::atomic::{AtomicUsize, Ordering},
     };
 
-    use futures_util::future::join_all;
+    use futures_util::{FutureExt as _, future::join_all};
     use hyper::{
         body::{Bytes, Frame},
         server,
@@ -535,9 +549,8 @@ mod tests {
         assert!(failure.to_string().contains("more than once"), "{failure}");
     }
 
-    /// A login is made to take a server's time.
-    #[tokio::test]
-    async fn many_whose_token_has_ended_log_in_once() {
+    /// Returns a connection whose first token has ended, and the number of logins that have begun.
+    async fn with_an_ended_token() -> (Connection, Arc<AtomicUsize>) {
         let logins = Arc::new(AtomicUsize::new(0));
         let counted = logins.clone();
         let host = serve(move |request| {
@@ -548,8 +561,8 @@ mod tests {
             let is_in = request.headers().get("token").is_some_and(|token| token == "2");
             async move {
                 if is_login {
-                    tokio::time::sleep(Duration::from_millis(200)).await;
                     let number = logins.fetch_add(1, Ordering::SeqCst) + 1;
+                    tokio::time::sleep(Duration::from_millis(200)).await;
                     let token = number.to_string();
                     return Answer::of(&AuthenticateResponse { token });
                 }
@@ -565,9 +578,32 @@ mod tests {
         };
         let connection = Connection::open(&host.await, &options).await.unwrap();
         connection.log_in().await.unwrap();
+        (connection, logins)
+    }
+
+    /// A login is made to take a server's time.
+    #[tokio::test]
+    async fn many_whose_token_has_ended_log_in_once() {
+        let (connection, logins) = with_an_ended_token().await;
         let read = RangeRequest::default();
         let answers = join_all((0..20).map(|_| connection.call(&read))).await;
         assert!(answers.iter().all(Result::is_ok), "{answers:?}");
+        assert_eq!(logins.load(Ordering::SeqCst), 2);
+    }
+
+    /// The heartbeats of all leases would wait for whoever has begun one, and does something else.
+    #[tokio::test]
+    async fn a_login_goes_on_while_who_asked_for_it_is_not_polled() {
+        let (connection, logins) = with_an_ended_token().await;
+        let read = RangeRequest::default();
+        let mut idle = Box::pin(connection.call(&read));
+        while logins.load(Ordering::SeqCst) < 2 {
+            assert!(idle.as_mut().now_or_never().is_none(), "it has logged in already");
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
+        let other = timeout(Duration::from_secs(20), connection.call(&read)).await;
+        other.expect("it waits for the idle one").unwrap();
+        idle.await.unwrap();
         assert_eq!(logins.load(Ordering::SeqCst), 2);
     }
 
