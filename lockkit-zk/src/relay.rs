@@ -53,6 +53,8 @@ const LAST_WORDS: Duration = Duration::from_secs(1);
 const LONGEST: usize = 8 * 1024 * 1024;
 /// The bytes for which an event counts beside its own: the library has a request for each that nobody waits for.
 const PER_EVENT: usize = 256;
+/// The bytes of events that a reply gives leave for: those of one, also with the longest path that a lock has.
+const PER_REPLY: usize = 4 * 1024;
 /// The most bytes of events beyond one for each reply. Each watch has one event, and was set by a request with its reply; so these are for
 /// those of fifty thousand waiters at once.
 const MOST_EVENTS: usize = 16 * 1024 * 1024;
@@ -194,7 +196,7 @@ async fn pass_on(server: impl AsyncRead + Unpin, library: impl AsyncWrite + Unpi
         events = if known == number.len() && number == EVENT {
             events.saturating_add(length).saturating_add(PER_EVENT)
         } else {
-            events.saturating_sub(PER_EVENT)
+            events.saturating_sub(PER_REPLY)
         };
         if length > LONGEST || events > MOST_EVENTS {
             let reason =
@@ -342,10 +344,12 @@ mod tests {
     async fn what_is_honest_passes() {
         // Each reply gives leave for the event of a watch.
         let asked = [packet(&[0; 16]), event()].concat().repeat(100_000);
+        let long_path = packet(&[&EVENT[..], &[0; 1024]].concat());
+        let far = [packet(&[0; 16]), long_path].concat().repeat(20_000);
         let long = packet(&vec![7; 1024 * 1024]);
         let short = [packet(&[]), packet(&[1]), packet(&[0xff; 3])].concat();
         let half = packet(&[7; 100])[..50].to_vec();
-        for bytes in [asked, event().repeat(10_000), long, short, half] {
+        for bytes in [asked, far, event().repeat(10_000), long, short, half] {
             let (ended, count) = passed(&bytes).await;
             assert!(ended.is_ok() && count == bytes.len(), "{ended:?}, {count}");
         }
