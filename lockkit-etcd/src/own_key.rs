@@ -470,7 +470,7 @@ impl OwnKey {
 
     /// Puts the key, which was read, on its lease again, if somebody has written to it without: it would stay when its client is gone, and bar
     /// the name for ever. Returns `true` if it was on it.
-    pub(crate) async fn keep_on_lease(&self, kv: KeyValue) -> Result<bool> {
+    pub(crate) async fn keep_on_lease(&mut self, kv: KeyValue) -> Result<bool> {
         let mut sessions = self.changing.iter().chain([&self.session]);
         if sessions.any(|session| session.lease == kv.lease) {
             return Ok(true);

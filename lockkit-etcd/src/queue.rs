@@ -247,6 +247,7 @@ impl EtcdClaim {
         keys.push(&own.key);
         let mut found = session.read(&keys).await?;
         keys.pop();
+        let keys = keys.into_iter().map(<[u8]>::to_vec).collect();
         let expected = revisions.into_iter().map(Some).chain([own.revision()]);
         let are_there = found
             .iter()
@@ -260,7 +261,6 @@ impl EtcdClaim {
         {
             return Ok(false);
         }
-        let keys = keys.into_iter().map(<[u8]>::to_vec).collect();
         own.wait_for(Predecessors {
             keys,
             watches,

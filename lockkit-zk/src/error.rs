@@ -134,8 +134,8 @@ impl Failure {
             | Self::RuntimeGone
             | Self::NoLock { .. }
             | Self::NoBases { .. }
-            | Self::NoTokens(_) => Error::permanent(NAME, operation, self),
-            Self::Refused { permanent: true, .. } => Error::permanent(NAME, operation, self),
+            | Self::NoTokens(_)
+            | Self::Refused { permanent: true, .. } => Error::permanent(NAME, operation, self),
             Self::Server(ref source) if !is_transient(source) => Error::permanent(NAME, operation, self),
             _ => Error::transient(NAME, operation, self),
         }

@@ -90,7 +90,7 @@ fn threads_lead_in_turn_and_each_leader_is_seen_once() {
     let candidates = [(&ours, "ada"), (&ours, "ben"), (&theirs, "cleo")];
     let leaders = AtomicUsize::new(0);
     let (led, seen) = (Mutex::new(Terms::new()), Mutex::new(Terms::new()));
-    let lead = |candidate: blocking::Candidate| {
+    let run = |candidate: blocking::Candidate| {
         let mut terms = 0;
         let done = candidate.lead(|held| {
             assert_eq!(leaders.fetch_add(1, Ordering::SeqCst), 0, "two lead at once");
@@ -124,7 +124,7 @@ fn threads_lead_in_turn_and_each_leader_is_seen_once() {
         scope.spawn(|| watch(observer));
         for (client, id) in candidates {
             let candidate = client.election("jobs").unwrap().candidate(id).unwrap();
-            scope.spawn(|| lead(candidate));
+            scope.spawn(|| run(candidate));
         }
     });
     let (led, seen) = (led.into_inner().unwrap(), seen.into_inner().unwrap());

@@ -56,31 +56,31 @@ async fn a_client_has_as_many_tasks_as_documented() {
         let ports = if kind == "mysql" { ports(url) } else { Vec::new() };
         let between = if url.contains('?') { '&' } else { '?' };
         let url = format!("{url}{between}namespace=tasks");
-        let are = async |what: &str, clients: usize, of_the_test: usize| {
+        let there_are = async |what: &str, clients: usize, of_the_test: usize| {
             let expected = own.start() * clients..=own.end() * clients;
-            let (mut seen, mut looks) = (None, 0);
+            let (mut seen, mut in_a_row) = (None, 0);
             let what = format!("{scheme}: {what}, {expected:?} tasks");
             eventually(&what, async || {
-                let more = of_the_test + connections(&ports);
-                let counted = Handle::current().metrics().num_alive_tasks().checked_sub(more);
+                let others = of_the_test + connections(&ports);
+                let counted = Handle::current().metrics().num_alive_tasks().checked_sub(others);
                 if seen != Some(counted) {
                     println!("{what}: {counted:?}");
                     seen = Some(counted);
                 }
                 let is_right = counted.is_some_and(|counted| expected.contains(&counted));
-                looks = if is_right { looks + 1 } else { 0 };
-                looks == LOOKS
+                in_a_row = if is_right { in_a_row + 1 } else { 0 };
+                in_a_row == LOOKS
             })
             .await;
         };
 
-        are("before", 0, 0).await;
+        there_are("before", 0, 0).await;
         let client = lockkit::connect(&url).await.unwrap();
         let mut held = Vec::new();
         for n in 0..LOCKS {
             held.push(client.lock(format!("held {n}")).unwrap().acquire().await.unwrap());
         }
-        are("holding", 1, 0).await;
+        there_are("holding", 1, 0).await;
         let other = lockkit::connect(&url).await.unwrap();
         let its_own = other.lock("its own").unwrap().acquire().await.unwrap();
         let mut waiting = Vec::new();
@@ -88,7 +88,7 @@ async fn a_client_has_as_many_tasks_as_documented() {
             let lock = other.lock(guard.name()).unwrap();
             waiting.push(tokio::spawn(async move { lock.acquire().await }));
         }
-        are("waiting", 2, LOCKS).await;
+        there_are("waiting", 2, LOCKS).await;
         held.clear();
         for waiter in waiting {
             waiter.await.unwrap().unwrap().release().await.unwrap();
@@ -97,6 +97,6 @@ async fn a_client_has_as_many_tasks_as_documented() {
         for client in [client, other] {
             client.close(Duration::from_secs(5)).await.unwrap();
         }
-        are("closed", 0, 0).await;
+        there_are("closed", 0, 0).await;
     }
 }

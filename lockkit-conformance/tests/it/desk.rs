@@ -151,10 +151,10 @@ impl Desk {
             }
         }
         if self.is(Break::SlashesAreTrimmed) {
-            key = key.trim_matches('/').to_owned();
+            key.clone().trim_matches('/').clone_into(&mut key);
         }
         if self.is(Break::NamesEndAtNul) {
-            key = key.split('\0').next().unwrap_or_default().to_owned();
+            key.truncate(key.find('\0').unwrap_or(key.len()));
         }
         if kind == LockKind::Lock || self.is(Break::KindsAreOne) {
             return (LockKind::Lock, key);
@@ -196,7 +196,7 @@ impl Desk {
             Mode::Shared if self.is(Break::WritersFirst) && drawer.was_granted(Mode::Exclusive, now) => false,
             Mode::Shared => holds.all(|hold| match hold.mode {
                 Mode::Shared => {
-                    !self.is(Break::OneReader) && !(self.is(Break::OneReaderAClient) && is_mine(hold))
+                    !(self.is(Break::OneReader) || self.is(Break::OneReaderAClient) && is_mine(hold))
                 }
                 _ => {
                     self.is(Break::ReaderBesideWriter)
@@ -205,13 +205,13 @@ impl Desk {
             }),
             Mode::Permits(size) => {
                 let is_second = self.is(Break::OnePermitAClient) && drawer.holds.iter().any(is_mine);
-                let taken = if self.is(Break::PermitsCountByClient) {
+                let in_use = if self.is(Break::PermitsCountByClient) {
                     holds.map(|hold| hold.client).collect::<HashSet<_>>().len()
                 } else {
                     drawer.holds.len()
                 };
-                let (more, fewer) = (self.is(Break::OnePermitMore), self.is(Break::OnePermitFewer));
-                !is_second && taken + usize::from(fewer) < size.get() as usize + usize::from(more)
+                let (extra, missing) = (self.is(Break::OnePermitMore), self.is(Break::OnePermitFewer));
+                !is_second && in_use + usize::from(missing) < size.get() as usize + usize::from(extra)
             }
         }
     }

@@ -666,15 +666,16 @@ async fn a_search_path_decides_nothing() {
     let url = format!("postgres://{role}_b:pw@{}/{role}", shared().addr());
     let other = connect(PostgresConfig::new(url)).await.unwrap();
     let guard = plain.lock("a").unwrap().acquire().await.unwrap();
+    let token = guard.token();
     let lock = other.lock("a").unwrap();
     assert!(lock.try_acquire().await.unwrap().is_none(), "both hold");
     let seen = other.inspect("a").await.unwrap();
-    assert_eq!(seen.holders[0].token, guard.token());
+    assert_eq!(seen.holders[0].token, token);
     let waiter = Waiter::of(lock);
     waits(&plain, "a").await;
     guard.release().await.unwrap();
     let granted = waiter.granted().await.0;
-    assert!(granted.token() > guard.token(), "a sequence of its own");
+    assert!(granted.token() > token, "a sequence of its own");
     assert!(plain.lock("a").unwrap().try_acquire().await.unwrap().is_none());
     granted.release().await.unwrap();
     cycle(&plain, "a").await;
