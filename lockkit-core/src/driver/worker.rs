@@ -457,9 +457,8 @@ impl Drop for Adopted {
 async fn keep_alive(hold: Hold) {
     let mut timer = pin!(tokio::time::sleep_until(Instant::now()));
     let mut hints = HintBudget::default();
-    let mut retry_at = None;
     let adopted = Instant::now();
-    let mut rests_until = None;
+    let mut tried = None;
     let mut session = hold.cell.session();
     loop {
         let version = hold.cell.version();
@@ -467,7 +466,7 @@ async fn keep_alive(hold: Hold) {
             break;
         };
         let Some(contender) = loan.as_mut() else { break };
-        let Some(plan) = Plan::new(&hold, contender, adopted, rests_until, retry_at) else {
+        let Some(plan) = Plan::new(&hold, contender, adopted, tried) else {
             break;
         };
         // What lives across an await is kept for each hold: of the plan, no more than this.
@@ -515,15 +514,22 @@ async fn keep_alive(hold: Hold) {
         };
         drop(renewing);
         let Some(renewal) = renewal else { continue };
-        // It may have turned out to be shorter, and the ttl may be another.
-        let Some(lease) = contender.lease else { break };
-        let rested = Instant::now() + timing::renewal_retry(&lease, hold.request.ttl);
-        rests_until = Some(rested);
-        retry_at = renewal.err().filter(|err| !err.is_lost()).map(|err| {
-            observe::renewal_failed(hold.queue(), &err);
-            rested
+        let failure = renewal.err().filter(|err| !err.is_lost());
+        tried = Some(Tried {
+            at: Instant::now(),
+            failed: failure.is_some(),
         });
+        if let Some(failure) = failure {
+            observe::renewal_failed(hold.queue(), &failure);
+        }
     }
+}
+
+/// The last renewal that was not cut short.
+#[derive(Clone, Copy)]
+struct Tried {
+    at: Instant,
+    failed: bool,
 }
 
 /// The next thing to do for a hold.
@@ -539,13 +545,7 @@ struct Plan {
 
 impl Plan {
     /// Returns `None` for a hold that has no lease any more.
-    fn new(
-        hold: &Hold,
-        contender: &Contender,
-        adopted: Instant,
-        rests_until: Option<Instant>,
-        retry_at: Option<Instant>,
-    ) -> Option<Self> {
+    fn new(hold: &Hold, contender: &Contender, adopted: Instant, tried: Option<Tried>) -> Option<Self> {
         let ttl = hold.request.ttl;
         let lease = contender.lease?;
         let offered = hold.cell.last_phase() == Phase::Offered;
@@ -555,13 +555,16 @@ impl Plan {
         let renews = !offered && (renewed || lease.length.is_none());
         let lapses = (offered && lease.length.is_none()).then(|| adopted + ttl);
         let valid_until = hold.valid_until().or(lapses);
+        // By the lease that counts now: since then, its user may have asked for a shorter one.
+        let rested = tried.map(|tried| tried.at + timing::renewal_retry(&lease, ttl));
         let renewal = renews.then(|| {
             // A proof may be older than its renewal is due: that must not become a busy loop.
             let due = lease.renewal_due(ttl).seen_from(hold.now());
-            rests_until.map_or(due, |rested| due.max(rested))
+            rested.map_or(due, |rested| due.max(rested))
         });
         // A failed renewal is tried again, also where only a hint asked for it.
-        let again = retry_at.filter(|_| renews || contender.is_doubted);
+        let has_failed = tried.is_some_and(|tried| tried.failed);
+        let again = rested.filter(|_| has_failed && (renews || contender.is_doubted));
         let again = again.or_else(|| contender.is_doubted.then(Instant::now));
         let due = again.filter(|_| !offered).or(renewal);
         Some(Self {

@@ -53,6 +53,24 @@ async fn renewals_follow_the_new_ttl() {
     guard.release().await.unwrap();
 }
 
+/// A renewal of the long lease, in vain or not, lets the next one rest for longer than the short lease lasts.
+#[tokio::test(start_paused = true)]
+async fn a_shorter_ttl_right_after_a_renewal_is_renewed_in_time() {
+    for in_vain in [false, true] {
+        let probe = Probe::default();
+        let guard = held(&probe, &AcquireOptions::new().ttl(LONG)).await;
+        if in_vain {
+            probe.memory.lose_replies(FaultPoint::Renew, 1);
+        }
+        tokio::time::sleep(LONG / 3 + SECOND / 10).await;
+        assert_eq!(probe.counts.calls().1, 1, "no renewal came before");
+        guard.set_ttl(SECOND).await.unwrap();
+        tokio::time::sleep(SHORT).await;
+        assert!(guard.is_held(), "{:?}, in vain: {in_vain}", guard.check());
+        guard.release().await.unwrap();
+    }
+}
+
 /// From the request on, the server may count less.
 #[tokio::test(start_paused = true)]
 async fn a_shorter_lease_counts_before_it_is_confirmed() {
