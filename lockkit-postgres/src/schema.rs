@@ -48,15 +48,16 @@ CREATE UNLOGGED TABLE IF NOT EXISTS lockkit.semaphore (
 const EXCLUSIVELY: &str =
     "SELECT set_config('lock_timeout', '0', true); SELECT pg_advisory_xact_lock(1819242347, 1);";
 
-/// Has tokens go on above all that may have been granted: so many draws may be lost with a crash, and the clock was behind what was
-/// granted before unless it was set back. The new position is on disk before anybody can see the row.
+/// Has tokens go on above all that may have been granted, here or at a copy: at the clock, which is ahead of all of them unless it was set
+/// back or tokens were raised. Then as many draws further as may be lost with a crash, and no copy is known to be passed. The new
+/// position is on disk before anybody can see the row.
 pub(crate) const BEGIN_EPOCH: &str = concat!(
     "SELECT set_config('lock_timeout', '0', true); SELECT pg_advisory_xact_lock(1819242347, 1); \
-     SELECT setval('lockkit.token', greatest(nextval('lockkit.token') + 1024 * 1000000::bigint, \
-     (extract(epoch FROM clock_timestamp()) * 1000000)::bigint * 1000)) \
+     SELECT setval('lockkit.token', CASE WHEN next < clock THEN clock ELSE next + 1024 * 1000000::bigint END) \
+     FROM (SELECT nextval('lockkit.token') AS next, (extract(epoch FROM clock_timestamp()) * 1000000)::bigint * 1000 AS clock \
      WHERE NOT EXISTS (SELECT FROM lockkit.epoch WHERE ",
     sql::this_epoch!(),
-    "); DELETE FROM lockkit.epoch WHERE NOT (",
+    ")) AS position; DELETE FROM lockkit.epoch WHERE NOT (",
     sql::this_epoch!(),
     "); INSERT INTO lockkit.epoch (server, database, sequence) \
      SELECT system_identifier # (extract(epoch FROM pg_postmaster_start_time()) * 1000000)::bigint, \
