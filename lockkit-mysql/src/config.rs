@@ -149,8 +149,6 @@ impl MySqlConfig {
 
     pub(crate) fn connect_options(&self, target: &Target) -> MySqlConnectOptions {
         let mut options = MySqlConnectOptions::new()
-            .host(&target.host)
-            .port(target.port)
             .username(&target.user)
             .database(&target.database)
             // A route has TLS itself.
@@ -158,35 +156,25 @@ impl MySqlConfig {
             // A statement per mode, which locks a row.
             .statement_cache_capacity(4)
             .disable_statement_logging();
-        if let (Some(socket), false) = (&self.socket, self.has_route(target)) {
-            options = options.socket(socket);
-        }
         if let Some(password) = &target.password {
             options = options.password(password);
         }
         options
     }
 
-    /// Returns the way to a server that gets a password, or with which TLS is spoken; `None` if the client library may go there itself.
+    /// Returns the way to the server.
     ///
     /// # Errors
     /// [`Error::InvalidOptions`] names the option of TLS whose file cannot be used.
-    pub(crate) fn route(&self, target: &Target) -> Result<Option<Route>> {
-        if !self.has_route(target) {
-            return Ok(None);
-        }
-        Ok(Some(Route {
+    pub(crate) fn route(&self, target: &Target) -> Result<Route> {
+        Ok(Route {
             host: target.host.clone(),
             port: target.port,
             socket: self.socket.clone(),
             public_key: self.public_key,
             encryption: Encryption::new(self)?,
             unencrypted: Unencrypted::default(),
-        }))
-    }
-
-    fn has_route(&self, target: &Target) -> bool {
-        self.tls != Tls::Off || target.password.is_some()
+        })
     }
 
     /// Returns the server and database without credentials. Two clients share locks if they have the same.

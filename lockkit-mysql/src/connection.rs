@@ -8,25 +8,15 @@ use lockkit_core::{
     spi::resumable::{self, Resumable},
 };
 use sqlx::{
-    AssertSqlSafe, ConnectOptions, Connection, Decode, Either, Execute, Executor, MySql, Row,
+    AssertSqlSafe, Connection, Decode, Either, Execute, Executor, MySql, Row,
     mysql::{MySqlConnection, MySqlRow},
 };
-use tokio::{task::yield_now, time::Instant};
+use tokio::time::Instant;
 
-use crate::{
-    NAME,
-    control::Options,
-    error::{self, During},
-    relay::Open,
-};
+use crate::{NAME, control::Options, error, relay::Open};
 
-/// The rows and results that are read before others of the runtime have their turn: sqlx reads on for as long as there is something to read.
-const TURN: usize = 1_024;
-/// The most rows and results of a reply. A relay counts bytes, and ends far below it.
-const MOST: usize = 65_536;
-
-/// A connection, as sqlx has it, and what keeps it open if its login was guarded.
-pub(crate) struct Wire(MySqlConnection, Option<Open>);
+/// A connection, as sqlx has it, and what keeps it open.
+pub(crate) struct Wire(MySqlConnection, Open);
 
 pub(crate) struct ResumableConnection(Resumable<Wire>);
 
@@ -66,13 +56,8 @@ impl ResumableConnection {
     pub(crate) async fn open(operation: &'static str, options: &Options) -> Result<Self> {
         let (connect, route) = (options.connect.clone(), options.route.clone());
         let connecting = async move {
-            match route {
-                Some(route) => {
-                    let (connection, open) = route.connect(operation, &connect).await?;
-                    Ok::<_, Error>(Wire(connection, Some(open)))
-                }
-                None => Ok(Wire(connect.connect().await.during(operation)?, None)),
-            }
+            let (connection, open) = route.connect(operation, &connect).await?;
+            Ok::<_, Error>(Wire(connection, open))
         };
         let connected: Result<Wire> =
             resumable::on_runtime(NAME, operation, connecting, &options.runtime).await?;
@@ -168,16 +153,7 @@ async fn read(
     let mut parts = connection.fetch_many(query);
     let mut outcomes = Vec::with_capacity(2);
     let mut outcome = Outcome::default();
-    let mut count: usize = 0;
     while let Some(part) = parts.try_next().await? {
-        count += 1;
-        if count > MOST {
-            let excess = format!("the server has sent more than {MOST} rows for one request");
-            return Err(sqlx::Error::Protocol(excess));
-        }
-        if count.is_multiple_of(TURN) {
-            yield_now().await;
-        }
         match part {
             Either::Right(row) => outcome.rows.push(row),
             Either::Left(done) => {

@@ -62,8 +62,8 @@ pub(crate) struct Control {
 #[derive(Clone)]
 pub(crate) struct Options {
     pub(crate) connect: MySqlConnectOptions,
-    /// The way to the server where a password goes without TLS.
-    pub(crate) route: Option<Route>,
+    /// The way to the server.
+    pub(crate) route: Route,
     pub(crate) runtime: Handle,
 }
 

@@ -100,12 +100,7 @@ pub(crate) struct Sessions {
 
 impl Sessions {
     /// Creates the sessions of a client that lives on the current Tokio runtime.
-    pub(crate) fn new(
-        connect: MySqlConnectOptions,
-        route: Option<Route>,
-        mode: Mode,
-        max_connections: u32,
-    ) -> Self {
+    pub(crate) fn new(connect: MySqlConnectOptions, route: Route, mode: Mode, max_connections: u32) -> Self {
         let options = Options {
             connect,
             route,
@@ -602,9 +597,11 @@ mod tests {
             }
             let server = MySql::start(kept, &[]).unwrap();
             let proxy = Proxy::start(server.addr()).unwrap();
+            let config = crate::MySqlConfig::new(MySql::url_at(proxy.addr()));
+            let target = config.target().unwrap();
             let sessions = Sessions::new(
-                MySql::url_at(proxy.addr()).parse().unwrap(),
-                None,
+                config.connect_options(&target),
+                config.route(&target).unwrap(),
                 crate::Mode::ForUpdate,
                 1,
             );

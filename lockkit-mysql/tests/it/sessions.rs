@@ -918,6 +918,8 @@ async fn a_deadlock_while_rows_are_made_is_got_over(flavour: Flavour) {
     let server = private(flavour, &[]);
     let mut admin = Admin::of(&server).await;
     let client = client(server.addr(), Mode::ForUpdate).await;
+    // Its tables are there from then on.
+    cycle(&client, "old").await;
     let before = admin.counted("lock_deadlocks").await;
     let (mut foreign, row) = (heavy(&server).await, row("new"));
     foreign
