@@ -180,7 +180,6 @@ macro_rules! __for_each_case {
         loss::revoked_by_token [RevokeByForce] "revoking by force ends the hold of that token and no other";
         loss::force_is_unsupported [NoRevokeByForce] "revoking by force is Unsupported where a hold cannot be ended from outside";
         loss::unrenewed_lease_lapses_first_here [Lease] "without renewal a hold lapses, and its holder knows before another is granted";
-        loss::leases_end_one_by_one [Lease] "of several holds of a client each that is not renewed ends at its own time, and the others go on";
         loss::renewal_keeps_the_hold [Lease] "a renewed hold outlives its lease, and its deadline advances";
         loss::renewed_by_hand [Lease] "renew extends a hold whose background renewal is off";
         loss::hold_without_lease_stays [NoLease] "a hold without a lease has no deadline and outlasts the ttl";

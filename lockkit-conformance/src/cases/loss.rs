@@ -290,52 +290,6 @@ pub(crate) async fn unrenewed_lease_lapses_first_here(case: &CaseRun) -> Outcome
     Ok(())
 }
 
-pub(crate) async fn leases_end_one_by_one(case: &CaseRun) -> Outcome {
-    let (client, other) = (case.client().await?, case.client().await?);
-    let ttl = case.harness.ttl();
-    let short = granted_at_once("a lock nobody has used", &case.short_lock_of(&client, "short")?).await?;
-    let long = granted_at_once("a lock nobody has used", &case.lock_of(&client, "long")?).await?;
-    // Not renewed, with a ttl of its own, and with that of one that is.
-    for (part, own) in [("half", ttl / 2), ("same", ttl)] {
-        let options = case.short().ttl(own).renew(false);
-        let lock = case.lock_of(&client, part)?.with_options(options);
-        let left = granted_at_once("a lock nobody has used", &lock).await?;
-        let Some(until) = left.valid_until() else {
-            return Err(failed("a hold with a lease has no `valid_until`"));
-        };
-        let next = granted_within(
-            own + case.limits(&client).idle,
-            "the lease of the hold that is not renewed lapsed",
-            &case.lock_of(&other, part)?,
-        )
-        .await?;
-        let granted = Instant::now();
-        ensure!(
-            until <= granted && !left.is_held(),
-            "another was granted while the first still believed to hold"
-        );
-        let reason = within(PATIENCE, "the loss is told", left.lost()).await?;
-        ensure!(reason == LossReason::Expired, "expected Expired, got {reason:?}");
-        next.release().await?;
-    }
-    // Longer than the lease that they had when the others ended.
-    let begin = Instant::now();
-    while begin.elapsed() < ttl * 2 {
-        for (guard, part) in [(&short, "short"), (&long, "long")] {
-            ensure!(
-                guard.is_held(),
-                "{part}: lost once other holds of its client had lapsed: {:?}",
-                guard.check()
-            );
-            taken("while it is renewed", &case.lock_of(&other, part)?).await?;
-        }
-        sleep(ttl / 5).await;
-    }
-    short.release().await?;
-    long.release().await?;
-    Ok(())
-}
-
 pub(crate) async fn renewal_keeps_the_hold(case: &CaseRun) -> Outcome {
     let ttl = case.harness.ttl();
     let guard = granted_at_once(

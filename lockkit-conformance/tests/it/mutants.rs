@@ -169,8 +169,6 @@ const TABLE: &[(Mutant, Found)] = &[
     (Mutant::AdoptsWithoutExtending, By("adopted_hold_is_proven_anew")),
     (Mutant::OneHoldAClient, By("set_is_all_or_nothing")),
     (Mutant::TakenEndsTheRest, By("set_is_all_or_nothing")),
-    (Mutant::RenewsTheRest, By("leases_end_one_by_one")),
-    (Mutant::LapsesWithTheRest, By("leases_end_one_by_one")),
     (Mutant::LosesReleasesAtOnce, By("set_is_all_or_nothing")),
     (Mutant::FoldsCase, By("byte_exact_and_injective")),
     (Mutant::CutsLongNames, By("byte_exact_and_injective")),

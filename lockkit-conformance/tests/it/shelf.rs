@@ -91,8 +91,6 @@ pub(crate) enum Mutant {
     // Several holds of a client.
     OneHoldAClient,
     TakenEndsTheRest,
-    RenewsTheRest,
-    LapsesWithTheRest,
     LosesReleasesAtOnce,
     // Names and claims.
     FoldsCase,
@@ -195,29 +193,22 @@ impl Shelf {
             _ => {}
         }
         let mut entries = self.entries.lock().unwrap();
-        let entry = entries.entry(key.clone()).or_default();
+        let entry = entries.entry(key).or_default();
         let now = Instant::now();
         let keeps = self.is(Mutant::ShowsTheExpired) || self.is(Mutant::RevivesTheExpired);
-        if let Some(lapsed) = entry.hold.take_if(|hold| !keeps && hold.until <= now) {
+        if !keeps && entry.hold.take_if(|hold| hold.until <= now).is_some() {
             self.forget(entry, Mutant::ForgetsTokensOfTheExpired);
-            if self.is(Mutant::LapsesWithTheRest) {
-                for entry in entries.values_mut() {
-                    entry
-                        .hold
-                        .take_if(|hold| Arc::ptr_eq(&hold.session, &lapsed.session));
-                }
-            }
         }
-        act(entries.entry(key).or_default())
+        act(entry)
     }
 
-    /// Ends what the client holds of other names, but what this keeps.
-    fn retain_the_rest(&self, name: &LockName, keeps: impl Fn(&mut Hold) -> bool) {
+    /// Ends what the client holds of other names.
+    fn end_the_rest(&self, name: &LockName) {
         let mut entries = self.entries.lock().unwrap();
         for (_, entry) in entries.iter_mut().filter(|(other, _)| *other != name.as_str()) {
             entry
                 .hold
-                .take_if(|hold| Arc::ptr_eq(&hold.session, &self.session) && !keeps(hold));
+                .take_if(|hold| Arc::ptr_eq(&hold.session, &self.session));
         }
     }
 
@@ -473,7 +464,7 @@ impl Claim for ShelfClaim {
             None => Mutant::TakenEndsTheRest,
         };
         if self.is(ends_the_rest) {
-            self.shelf.retain_the_rest(&self.request.name, |_| false);
+            self.shelf.end_the_rest(&self.request.name);
         }
         let Some((first, last)) = tokens else {
             if self.is(Mutant::WaitsWithoutPatience) {
@@ -495,13 +486,6 @@ impl Claim for ShelfClaim {
             .shelf
             .ask(&self.request.name, |entry| self.renewed(entry))
             .await;
-        if self.is(Mutant::RenewsTheRest) {
-            let end = self.end();
-            self.shelf.retain_the_rest(&self.request.name, |hold| {
-                hold.until = hold.until.max(end);
-                true
-            });
-        }
         match other {
             None => Ok(Renewal::Held(self.lease(sent, Mutant::ClockAfterRenewal))),
             Some(Renewal::Lost(_)) if self.is(Mutant::LostIsAnError) => {
