@@ -65,11 +65,11 @@ breaks! {
     RenewalTakesANewToken "a renewal raises the token at the server" By "detached_hold_is_adopted";
 
     // Leases.
-    WritersLeaseNeverEnds "a writer that is not renewed stays" By "unrenewed_lease_lapses_first_here";
+    WritersLeaseNeverEnds "a writer that is not renewed stays" By "detached_hold_expires";
     ReadersLeaseNeverEnds "a reader that is not renewed stays" By "least_time_outlives_a_dropped_downgrade";
     PermitsLeaseIsHalf "a permit ends when half of its lease is over"
         Not "the leases of permits outlast their cases";
-    RenewalIsForEver "a renewal prolongs the hold by far more than its ttl" By "renewed_by_hand";
+    RenewalIsForEver "a renewal prolongs the hold by far more than its ttl" By "ttl_of_a_live_hold";
     RenewalIsShort "a renewal prolongs the hold by an eighth of its ttl" By "renewed_by_hand";
     RenewalIsAnothers "a renewal of one who has lost it prolongs another's hold" By "late_renewal_takes_nothing";
     RenewalProlongsAll "a renewal prolongs the other readers and permits of the name, too"
