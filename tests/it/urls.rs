@@ -52,7 +52,17 @@ fn refused_for(urls: &[(&str, &str)]) {
     feature = "postgres"
 ))]
 async fn wrong_password(url: &str) {
-    let error = lockkit::connect(url).await.unwrap_err();
+    is_refused(&lockkit::connect(url).await.unwrap_err());
+}
+
+#[cfg(any(
+    feature = "redis",
+    feature = "zk",
+    feature = "mysql",
+    feature = "etcd",
+    feature = "postgres"
+))]
+fn is_refused(error: &lockkit::Error) {
     assert!(!error.is_transient(), "{error:?}");
     assert!(!format!("{error:?}").contains("wrong-one"), "{error:?}");
 }
@@ -507,7 +517,9 @@ async fn a_zk_url_connects_with_its_options() {
     );
 
     // The directories are their creator's alone.
-    wrong_password(&url("wrong-one")).await;
+    // A login gives rights to nodes, and none to connect.
+    let stranger = lockkit::connect(&url("wrong-one")).await.unwrap();
+    is_refused(&stranger.lock("orders/43").unwrap().acquire().await.unwrap_err());
     guard.release().await.unwrap();
 }
 

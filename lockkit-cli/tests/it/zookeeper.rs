@@ -6,7 +6,7 @@ use lockkit_testbed::zookeeper::{self, ZkServer};
 use crate::tool::{Running, lockkit, outcome};
 
 /// A server with ZooKeeper's own defaults for this tick, or no test.
-fn server(tick: u64) -> Option<ZkServer> {
+pub(crate) fn server(tick: u64) -> Option<ZkServer> {
     if lockkit_testbed::skipped("zk", zookeeper::missing()) {
         return None;
     }

@@ -716,7 +716,8 @@ async fn what_is_made_is_its_creators_alone() {
     let denied = raw.list_children(&format!("/{namespace}/{name}")).await;
     assert_eq!(denied, Err(zookeeper_client::Error::NoAuth));
     config.auth = Some(Digest::new("me", "wrong-one"));
-    let error = server::client(config).await.unwrap_err();
+    let stranger = server::client(config).await.unwrap();
+    let error = lock(&stranger, "another").acquire().await.unwrap_err();
     assert!(
         matches!(error, Error::Backend { .. }) && !error.is_transient(),
         "{error:?}"
