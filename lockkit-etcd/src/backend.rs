@@ -124,7 +124,7 @@ impl EtcdBackend {
             sessions: Mutex::default(),
             closed: AtomicBool::new(false),
         };
-        let connected = shared.members.connection().await;
+        let connected = shared.members.first_connection().await;
         connected.map_err(|failure| failure.during("connect"))?;
         Ok(Self {
             shared: Arc::new(shared),

@@ -34,6 +34,8 @@ pub(crate) struct Members {
 enum State {
     Connecting,
     Up(Connection),
+    /// No member let the client in so far, and a login goes on that takes its time.
+    LoggingIn(Failure),
     /// No member let the client in.
     Down(Failure),
 }
@@ -54,15 +56,28 @@ impl Members {
     /// Returns the connection in use.
     ///
     /// # Errors
-    /// If no member has let the client in in the last round. Each of them is tried again and again.
+    /// If no member has let the client in in the last round. Each of them is tried again and again, and a login that takes long goes on.
     pub(crate) async fn connection(&self) -> Result<Connection> {
+        self.connected(false).await
+    }
+
+    /// Returns the first connection. Waits also for a login that takes long: who gave up would cut it off.
+    ///
+    /// # Errors
+    /// If no member has let the client in, and none is about to.
+    pub(crate) async fn first_connection(&self) -> Result<Connection> {
+        self.connected(true).await
+    }
+
+    async fn connected(&self, waits_for_logins: bool) -> Result<Connection> {
         let mut state = self.state.clone();
         self.check_runtime()?;
         loop {
             match &*state.borrow_and_update() {
                 State::Up(connection) if !connection.has_ended() => return Ok(connection.clone()),
                 State::Down(failure) => return Err(failure.clone()),
-                State::Up(_) | State::Connecting => {}
+                State::LoggingIn(failure) if !waits_for_logins => return Err(failure.clone()),
+                State::Up(_) | State::LoggingIn(_) | State::Connecting => {}
             }
             // The task ends with its runtime, or with the client.
             state.changed().await.map_err(|_| Failure::RuntimeGone)?;
@@ -196,7 +211,14 @@ async fn stay_connected(state: watch::Sender<State>, hosts: Vec<String>, options
             state.send_replace(State::Up(connection.clone()));
             connection.ended().await;
             state.send_replace(State::Connecting);
-        } else if logins.is_empty() {
+        } else if let Some(slow) = logs_in.iter().position(|logs_in| *logs_in) {
+            // A login has half a minute. Who asks for something meanwhile is told, and does not wait for it.
+            let reason = format!("no answer to a login within {CONNECT_TIMEOUT:?}; it goes on");
+            note(&mut failure, &hosts[slow], Failure::Unreachable(reason));
+            if let Some(failure) = failure {
+                state.send_replace(State::LoggingIn(failure));
+            }
+        } else {
             if let Some(failure) = failure {
                 state.send_replace(State::Down(failure));
             }
@@ -268,13 +290,17 @@ mod tests {
         (host.await, logins)
     }
 
-    async fn connects(hosts: Vec<String>) {
+    fn members(hosts: Vec<String>) -> Arc<Members> {
         let options = Options {
             credentials: Some(Credentials::new("me", "secret")),
             ..Options::default()
         };
-        let members = Members::new(hosts, options);
-        let connected = timeout(Duration::from_secs(20), members.connection()).await;
+        Members::new(hosts, options)
+    }
+
+    async fn connects(hosts: Vec<String>) {
+        let members = members(hosts);
+        let connected = timeout(Duration::from_secs(20), members.first_connection()).await;
         connected.expect("in time").expect("it lets the client in");
     }
 
@@ -283,6 +309,21 @@ mod tests {
     async fn a_login_that_takes_long_is_made_once() {
         let (host, logins) = takes(Some(CONNECT_TIMEOUT * 3 / 2)).await;
         connects(vec![host]).await;
+        assert_eq!(logins.load(Ordering::SeqCst), 1);
+    }
+
+    /// Whoever looks at a lock, or at the client's health, would wait for as long as a login may take.
+    #[tokio::test]
+    async fn who_asks_is_told_while_a_login_hangs() {
+        let (host, logins) = takes(None).await;
+        let members = members(vec![host]);
+        // The second one asks while the login goes on.
+        for _ in 0..2 {
+            let told = timeout(LOGIN_TIMEOUT / 2, members.connection()).await;
+            let failure = told.expect("it waits for the login").unwrap_err();
+            assert!(failure.is_refusal() && !failure.is_permanent(), "{failure:?}");
+            assert!(failure.to_string().contains("login"), "{failure}");
+        }
         assert_eq!(logins.load(Ordering::SeqCst), 1);
     }
 
