@@ -117,6 +117,24 @@ fn last_part(entry: &[u8]) -> Option<&str> {
     last.filter(|_| parts.next().is_none())
 }
 
+/// Returns the lease that a key of lockkit's has lost, and that its client counts with; `None` if it has lost none, or that is not known.
+///
+/// Its name has the lease that it was made with. It has been written to once since, and that has taken it off its lease: so its client has not
+/// made it go over to another one before, and does not count with another one.
+pub(crate) fn lost_lease(queue: &str, kv: &KeyValue) -> Option<i64> {
+    if kv.lease != 0 || kv.version != 2 {
+        return None;
+    }
+    let entry = std::str::from_utf8(kv.key.get(queue.len()..)?).ok()?;
+    let mut parts = entry.split('.');
+    let (lease, owner, _number) = (parts.next()?, parts.next()?, parts.next()?);
+    // A mode or a size may follow.
+    let is_ours = owner.len() == 32 && parts.nth(1).is_none();
+    i64::from_str_radix(lease, 16)
+        .ok()
+        .filter(|lease| is_ours && *lease > 0)
+}
+
 /// Returns the value of a holder's key that asks its holder to give up the hold. The label stays in it.
 pub(crate) fn asked_back(kv: &KeyValue) -> Vec<u8> {
     [ASKED, &kv.value].concat()
@@ -194,6 +212,30 @@ mod tests {
             let key = entry(&queue, 0x0a1b, OwnerId::new(9), 3, mode);
             assert_eq!(role(&queue, mode.kind(), &key), Some(expected), "{key}");
         }
+    }
+
+    /// A key that may have gone over to another lease may have a holder who counts with that.
+    #[test]
+    fn only_a_lease_that_its_client_counts_with_is_known_as_lost() {
+        let ours = entry("ns/a/", 0x0a1b, OwnerId::new(9), 3, Mode::Shared);
+        let lost = |key: &str, version, lease| {
+            let kv = KeyValue {
+                key: key.into(),
+                version,
+                lease,
+                ..KeyValue::default()
+            };
+            lost_lease("ns/a/", &kv)
+        };
+        assert_eq!(lost(&ours, 2, 0), Some(0x0a1b));
+        assert_eq!(lost(&ours[..ours.len() - 2], 2, 0), Some(0x0a1b));
+        for (version, lease) in [(1, 0), (3, 0), (2, 0x0a1b), (2, 7)] {
+            assert_eq!(lost(&ours, version, lease), None, "{version}, {lease}");
+        }
+        for foreign in ["694d7f", "1.2.3", "", "0.00000000000000000000000000000009.1"] {
+            assert_eq!(lost(&format!("ns/a/{foreign}"), 2, 0), None, "{foreign}");
+        }
+        assert_eq!(lost(&format!("{ours}.1"), 2, 0), None);
     }
 
     #[test]

@@ -25,7 +25,9 @@ use crate::{
     lease::seconds,
     session::{Entering, Leftover, Session},
     watch::{Watch, WatchEvent},
-    wire::{Compare, KeyValue, PutRequest, RangeRequest, Request, TxnRequest, TxnResponse},
+    wire::{
+        Compare, DeleteRangeRequest, KeyValue, PutRequest, RangeRequest, Request, TxnRequest, TxnResponse,
+    },
 };
 
 /// The age from which a hold is watched that did not wait. To watch it takes more requests than all the rest, and most holds are over by
@@ -597,6 +599,28 @@ fn lease_change(kv: KeyValue, lease: i64) -> TxnRequest {
         ],
         success: vec![Request::Put(put).into()],
         failure: Vec::new(),
+    }
+}
+
+/// Sees to the key of another claim, which was read, that somebody has taken off this lease, and whose client counts with that: puts it on it
+/// again, as its client does, or deletes it if the lease is gone, as the servers would have done.
+pub(crate) async fn put_back(session: &Session, kv: KeyValue, lease: i64) -> Result<()> {
+    let key = kv.key.escape_ascii();
+    tracing::warn!(%key, "somebody has written to a key and taken it off its lease; it ends with that");
+    let back = lease_change(kv.clone(), lease);
+    let delete = DeleteRangeRequest {
+        key: kv.key,
+        prev_kv: false,
+    };
+    // Unless somebody has seen to it meanwhile.
+    let gone = TxnRequest {
+        compare: back.compare.clone(),
+        success: vec![Request::Delete(delete).into()],
+        failure: Vec::new(),
+    };
+    match session.txn(back).await {
+        Err(Failure::NoLease) => session.txn(gone).await.map(drop),
+        put => put.map(drop),
     }
 }
 

@@ -22,8 +22,8 @@ use crate::{
     claim::EtcdClaim,
     error::{Failure, Result},
     fence,
-    layout::{contender, entry, prefix},
-    own_key::{OwnKey, Predecessors, made_by},
+    layout::{contender, entry, lost_lease, prefix},
+    own_key::{OwnKey, Predecessors, made_by, put_back},
     session::Session,
     wire::{Compare, KeyValue, PutRequest, RangeRequest, Request, SortOrder, SortTarget, TxnRequest},
 };
@@ -45,7 +45,7 @@ impl EtcdClaim {
                 // An exclusive newcomer makes its key only if nobody else has one. The others have to look first.
                 if !waits && self.request.mode != Mode::Exclusive {
                     let seen = session.range(self.look(None)).await?;
-                    if self.is_busy(&seen) {
+                    if self.is_busy(&seen) && !has_lost_keys(&session, &self.queue, &seen).await {
                         return Ok(None);
                     }
                 }
@@ -66,9 +66,11 @@ impl EtcdClaim {
                     }
                     None => {
                         let seen = answer.responses.into_iter().find_map(|answer| answer.range);
-                        let is_taken = !waits && seen.is_some_and(|seen| self.is_busy(&seen.kvs));
+                        let seen = seen.map(|seen| seen.kvs).unwrap_or_default();
+                        let session = own.session.clone();
                         self.clear();
-                        if is_taken {
+                        let is_taken = !waits && self.is_busy(&seen);
+                        if is_taken && !has_lost_keys(&session, &self.queue, &seen).await {
                             return Ok(None);
                         }
                         // Something else has kept the key from being made.
@@ -113,6 +115,9 @@ impl EtcdClaim {
             Some(seen) => seen,
             None => session.range(self.look(Some(revision))).await?,
         };
+        if has_lost_keys(&session, &self.queue, &seen).await {
+            return Ok(None);
+        }
         let contenders = self.contenders(&seen);
         // One that was made by another revision is another one's.
         let is_there = contenders
@@ -269,6 +274,22 @@ impl EtcdClaim {
         own.wait()?;
         Ok(true)
     }
+}
+
+/// Sees to the keys that somebody has taken off their leases: those of clients that are gone would bar the name for ever. Returns `true` if it
+/// has done so for one, so that it is to be looked again.
+async fn has_lost_keys(session: &Session, queue: &str, seen: &[KeyValue]) -> bool {
+    let mut has = false;
+    for kv in seen {
+        let Some(lease) = lost_lease(queue, kv) else {
+            continue;
+        };
+        match put_back(session, kv.clone(), lease).await {
+            Ok(()) => has = true,
+            Err(error) => tracing::debug!(%error, "a key without its lease stays without it"),
+        }
+    }
+    has
 }
 
 #[cfg(test)]

@@ -275,6 +275,46 @@ async fn a_key_that_is_put_without_its_lease_gets_it_back() {
     contend(shared(), &name, 0).await;
 }
 
+/// Its client puts it back, unless that is gone: then nobody was left to end it.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_key_without_its_lease_ends_with_that_all_the_same() {
+    if no_etcd() {
+        return;
+    }
+    let client = connect(&shared().url()).await;
+    // A contender that is killed as soon as somebody has written to its key.
+    let orphan = |name: &str| {
+        let granted = shared().ctl(&["lease", "grant", "600"]).unwrap();
+        let lease = granted.split_whitespace().nth(1).expect("its id").to_owned();
+        let key = format!("{}{lease}.{}.0", queue(name), "a".repeat(32));
+        let on_lease = format!("--lease={lease}");
+        shared().ctl(&["put", &key, "theirs", &on_lease]).unwrap();
+        shared().ctl(&["put", &key, "mine"]).unwrap();
+        lease
+    };
+    // The lease may have a client.
+    let name = unique("alive");
+    let lease = block(|| orphan(&name));
+    let tried = soon("a try", lock(&client, &name).try_acquire()).await;
+    assert!(tried.unwrap().is_none(), "its client may hold");
+    block(|| shared().revoke(&lease)).unwrap();
+    contend(shared(), &name, 0).await;
+    for waits in [false, true] {
+        let name = unique("gone");
+        let lease = block(|| orphan(&name));
+        block(|| shared().revoke(&lease)).unwrap();
+        assert_eq!(block(|| keys(shared(), &name)).len(), 1, "it stays");
+        if waits {
+            takes_its_turn("nobody holds", waiter(&lock(&client, &name))).await;
+        } else {
+            let tried = soon("a try", lock(&client, &name).try_acquire()).await;
+            let guard = tried.unwrap().expect("nobody holds");
+            guard.release().await.unwrap();
+        }
+        contend(shared(), &name, 0).await;
+    }
+}
+
 /// A waiter must not be granted if its own key went together with the last of those before it.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_waiter_without_its_key_is_not_granted_its_turn() {
