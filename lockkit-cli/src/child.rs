@@ -22,7 +22,7 @@ use tokio::{
 
 use crate::{
     family::{self, Relative},
-    signals::{is_blocked, outlives},
+    signals::{handles, is_blocked, outlives},
 };
 
 /// The pause between looks for processes that were told to end. They say so to nobody, and to look through
@@ -191,18 +191,29 @@ impl Child {
     /// stays stopped, as a job that its user has suspended.
     pub(crate) fn signal(&self, signal: Signal) {
         let to_all = TO_ALL.contains(&signal);
-        let told = self.send(signal, to_all);
+        // A look at all processes of a big host takes its time, which a lease that is nearly over does not have. What is killed is looked
+        // for again and again, until it is gone.
+        let before = if signal == Signal::KILL {
+            None
+        } else {
+            self.present()
+        };
         if signal == Signal::TERM {
-            self.tell_new(told);
+            // Asked before: who has ended no longer tells.
+            let handlers = handlers(before.iter().flatten());
+            let told = self.send(signal, to_all, before);
+            self.tell_new(told, handlers);
+        } else {
+            self.send(signal, to_all, before);
         }
         if ENDING.contains(&signal) {
-            let _ = self.send(Signal::CONT, to_all);
+            self.send(Signal::CONT, to_all, self.present());
         }
     }
 
-    /// Sends TERM to what was begun while it was sent to those who were `told`. Whoever handles it may have begun another one upon it, to do
-    /// the last of the work: that is not told, nor is what it begins.
-    fn tell_new(&self, told: Vec<Relative>) {
+    /// Sends TERM to what was begun while it was sent to those who were `told`. Its `handlers` among them may have begun another one upon it,
+    /// to do the last of the work: that is not told, nor is what it begins.
+    fn tell_new(&self, told: Vec<Relative>, mut handlers: Vec<Pid>) {
         let mut ending: Vec<Pid> = told.iter().map(|it| it.pid).collect();
         let mut known = told;
         for _ in 0..LOOKS_AT_NEW {
@@ -210,15 +221,28 @@ impl Child {
             if new.is_empty() {
                 return;
             }
-            for it in new {
-                // Whoever has ended has left it to this process.
-                let is_left = it.parent == Some(getpid());
-                let ends = |parent: Pid| ending.contains(&parent) && !outlives(parent, Signal::TERM);
-                // The system leaves out nobody of a group.
-                let is_of_group = self.place == Place::Apart && it.group == Some(self.pid);
-                if !is_of_group && (is_left || it.parent.is_some_and(ends)) {
-                    it.signal(Signal::TERM);
+            // Whether one is told, its parent says.
+            for it in family::parents_first(new) {
+                let is_told = match it.parent {
+                    // Whoever has ended has left it to this process. Was that one who handled the signal, it may be the last of the work.
+                    Some(parent) if parent == getpid() => {
+                        handlers.iter().all(|handler| handles(*handler, Signal::TERM))
+                    }
+                    // A handler that has ended since the look no longer shows that it is one.
+                    Some(parent) => {
+                        ending.contains(&parent)
+                            && !handlers.contains(&parent)
+                            && !outlives(parent, Signal::TERM)
+                    }
+                    None => false,
+                };
+                if is_told {
+                    handlers.extend(self::handlers([&it]));
                     ending.push(it.pid);
+                    // The system leaves out nobody of a group.
+                    if self.place != Place::Apart || it.group != Some(self.pid) {
+                        it.signal(Signal::TERM);
+                    }
                 }
             }
         }
@@ -226,7 +250,7 @@ impl Child {
 
     /// Stops the command and all that it has started, also what is begun meanwhile. Returns whether there was nobody new in the end.
     pub(crate) fn stop(&self) -> bool {
-        let mut known = self.send(Signal::STOP, true);
+        let mut known = self.send(Signal::STOP, true, self.present());
         for _ in 0..LOOKS_AT_NEW {
             match self.begun_since(&mut known) {
                 Ok(new) if new.is_empty() => return true,
@@ -246,14 +270,11 @@ impl Child {
         Ok(new)
     }
 
-    /// Sends it `to_all` of the command, or else to its group and that of this process. Returns those who were there before.
-    fn send(&self, signal: Signal, to_all: bool) -> Vec<Relative> {
+    /// Sends it `to_all` of the command, or else to its group and that of this process. Returns those who were there `before`, or if that is
+    /// not known, those who are there now.
+    fn send(&self, signal: Signal, to_all: bool, before: Option<Vec<Relative>>) -> Vec<Relative> {
         // What can fail is signalling a process of another user (a set-user-ID command), which is not ours to end.
         let has_id = self.has_id();
-        let members = || self.members().ok().flatten();
-        // A look at all processes of a big host takes its time, which a lease that is nearly over does not have. What is killed is looked
-        // for again and again, until it is gone.
-        let before = if signal == Signal::KILL { None } else { members() };
         // Another lockkit within continues its own command, if it still holds its lock.
         let spared = match &before {
             Some(before) if signal == Signal::CONT => family::below_another_run(before),
@@ -270,7 +291,7 @@ impl Child {
             let _ = kill_process(self.pid, signal);
         }
         // Those before are out of sight now if they have lost the parent by whom they are found, and others may have left the group.
-        let now = members().unwrap_or_default();
+        let now = self.present().unwrap_or_default();
         let before = before.unwrap_or_else(|| now.clone());
         let is_among = |all: &[Relative], member: &Relative| all.iter().any(|it| it.is(member));
         let lost_sight_of = before.iter().filter(|member| !is_among(&now, member));
@@ -343,6 +364,11 @@ impl Child {
         Ok(relatives)
     }
 
+    /// The [members](Self::members), if the system tells now.
+    fn present(&self) -> Option<Vec<Relative>> {
+        self.members().ok().flatten()
+    }
+
     /// Returns whether there is anybody in the group that the command was given, once it has been reaped itself.
     fn has_group(&self) -> bool {
         if self.place != Place::Apart {
@@ -351,6 +377,12 @@ impl Child {
         while let Ok(Some(_)) = waitpgid(self.pid, WaitOptions::NOHANG) {}
         test_kill_process_group(self.pid).is_ok()
     }
+}
+
+/// Those who have a handler for TERM.
+fn handlers<'a>(all: impl IntoIterator<Item = &'a Relative>) -> Vec<Pid> {
+    let all = all.into_iter().map(|it| it.pid);
+    all.filter(|pid| handles(*pid, Signal::TERM)).collect()
 }
 
 impl Drop for Child {

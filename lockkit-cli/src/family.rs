@@ -3,7 +3,7 @@
 //! On Linux this process adopts what its command leaves behind, as init would: so nothing of it gets out of sight, and
 //! what has ended is reaped although this process may be the only one there is to do so.
 
-use std::{fs, io, process};
+use std::{collections::HashSet, fs, io, process};
 
 use rustix::process::{Pid, Signal};
 
@@ -77,7 +77,7 @@ pub(crate) fn relatives(but: &[Relative]) -> io::Result<Option<Vec<Relative>>> {
         let (processes, own) = linux::with_room(|| Ok((linux::processes()?, linux::process(me)?)))?;
         let Some(own) = own else { return Ok(None) };
         let is_one = |it: &linux::Process| but.iter().all(|but| (but.pid, but.began) != (it.pid, it.began));
-        let mut family = std::collections::HashSet::from([me]);
+        let mut family = HashSet::from([me]);
         // A child may come before its parent, since ids are used again.
         loop {
             let known = family.len();
@@ -110,6 +110,25 @@ pub(crate) fn relatives(but: &[Relative]) -> io::Result<Option<Vec<Relative>>> {
         let _ = but;
         Ok(None)
     }
+}
+
+/// Puts each behind its parent, if that is among them: a child may come before, since ids are used again.
+pub(crate) fn parents_first(mut rest: Vec<Relative>) -> Vec<Relative> {
+    let mut ordered = Vec::with_capacity(rest.len());
+    while !rest.is_empty() {
+        let waiting: HashSet<Pid> = rest.iter().map(|it| it.pid).collect();
+        let has_parent = |it: &Relative| it.parent.is_some_and(|parent| waiting.contains(&parent));
+        let (children, first): (Vec<_>, Vec<_>) = rest.into_iter().partition(has_parent);
+        // They were not seen at one moment: one may have the id that another one's parent had.
+        let is_circle = first.is_empty();
+        ordered.extend(first);
+        if is_circle {
+            ordered.extend(children);
+            break;
+        }
+        rest = children;
+    }
+    ordered
 }
 
 /// Returns those that began below another `lockkit run` among them.
@@ -325,5 +344,36 @@ mod linux {
             assert_eq!(own.session, rustix::process::getsid(None).ok());
             assert!(own.began > 0);
         }
+    }
+}
+
+#[cfg(all(test, target_os = "linux"))]
+mod tests {
+    use super::*;
+
+    /// Each by its id and its parent's.
+    fn ordered(all: &[(i32, i32)]) -> Vec<i32> {
+        let relative = |&(pid, parent): &(i32, i32)| Relative {
+            pid: Pid::from_raw(pid).unwrap(),
+            parent: Pid::from_raw(parent),
+            group: None,
+            session: None,
+            shares_group: true,
+            shares_session: true,
+            began: 0,
+        };
+        let ordered = parents_first(all.iter().map(relative).collect());
+        ordered.iter().map(|it| it.pid.as_raw_nonzero().get()).collect()
+    }
+
+    #[test]
+    fn a_child_that_is_listed_before_its_parent_comes_after_it() {
+        assert_eq!(ordered(&[(3, 5), (4, 3), (5, 1), (6, 5)]), [5, 3, 6, 4]);
+        assert_eq!(ordered(&[(2, 1), (3, 1)]), [2, 3]);
+        assert_eq!(
+            ordered(&[(2, 3), (3, 2)]),
+            [2, 3],
+            "ids were used again meanwhile"
+        );
     }
 }

@@ -257,6 +257,21 @@ fn what_is_begun_upon_term_is_left_to_do_its_work() {
     }
 }
 
+/// Its handler has ended when lockkit looks.
+#[test]
+fn what_a_handler_of_term_leaves_behind_does_its_work() {
+    let site = Site::new();
+    let handler = "$SIG{TERM} = sub { $SIG{TERM} = 'DEFAULT'; fork and exit 5; exec 'sh', '-c', 'sleep 0.3; echo done' }; \
+                   $| = 1; print qq(up\\n); sleep 60";
+    fs::write(site.path("handler"), handler).unwrap();
+    for _ in 0..10 {
+        let mut holder = site.running(&["--foreground"], "exec perl handler");
+        holder.signal(Signal::TERM);
+        assert_eq!(holder.line(), "done");
+        assert_eq!(holder.end().0.code(), Some(5));
+    }
+}
+
 /// Five of them begin another one every 30 ms, each of which works for a third of a second. A stop that looks once leaves out what they begin
 /// in the milliseconds that the look takes: every second stop or so, and there are ten.
 #[test]
