@@ -5,14 +5,22 @@
 //! Whatever a member sends, a connection keeps little of it: what the windows of HTTP/2 let through ([`CONNECTION_WINDOW`]), for each
 //! request one answer that is gathered and one that is decoded ([`MAX_ANSWER`] each), and a list of headers ([`MAX_HEADERS`]). While a client
 //! connects, that is one connection and one request at a time for each member.
+//!
+//! Of lists of headers there may be any number before an answer (1xx), which HTTP/2 skips. So they are counted as they come.
 
-use std::marker::PhantomData;
+use std::{
+    io,
+    marker::PhantomData,
+    pin::Pin,
+    task::{Context, Poll, ready},
+};
 
 use prost::{
     Message,
     bytes::Buf,
     encoding::{WireType, decode_key, decode_varint, skip_field},
 };
+use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tonic::{
     Status,
     codec::{Codec, DecodeBuf, Decoder},
@@ -142,6 +150,117 @@ fn parts(mut message: &[u8], within: &[u32]) -> usize {
     count
 }
 
+/// The bytes in front of each frame of HTTP/2: its length in three, its kind, its flags, and its stream.
+const HEAD: usize = 9;
+const DATA: u8 = 0;
+const HEADERS: u8 = 1;
+const CONTINUATION: u8 = 9;
+const END_STREAM: u8 = 1;
+/// The bytes of headers that a stream gives leave for when it ends: those of its answer, and those after it.
+const PER_STREAM: usize = 2 * (MAX_HEADERS as usize + PER_PART);
+
+/// A connection that fails once its member has sent more headers than the answers to any requests have.
+#[derive(Debug)]
+pub(crate) struct BoundedHeaders<S> {
+    stream: S,
+    frames: Frames,
+}
+
+/// The frames that have come on a connection.
+#[derive(Debug, Default)]
+struct Frames {
+    /// The head of the next one, as far as it is there.
+    head: [u8; HEAD],
+    known: usize,
+    /// The bytes of the last one that are still to come.
+    rest: usize,
+    /// The bytes of headers beyond those of streams that have ended.
+    weight: usize,
+}
+
+impl<S> BoundedHeaders<S> {
+    pub(crate) fn new(stream: S) -> Self {
+        Self {
+            stream,
+            frames: Frames::default(),
+        }
+    }
+}
+
+impl Frames {
+    /// Takes note of what has come. Returns `false` if the headers are too many.
+    fn note(&mut self, mut bytes: &[u8]) -> bool {
+        while !bytes.is_empty() {
+            let skipped = self.rest.min(bytes.len());
+            self.rest -= skipped;
+            bytes = &bytes[skipped..];
+            let (head, rest) = bytes.split_at(bytes.len().min(HEAD - self.known));
+            self.head[self.known..self.known + head.len()].copy_from_slice(head);
+            self.known += head.len();
+            bytes = rest;
+            if self.known == HEAD {
+                self.known = 0;
+                self.begin();
+            }
+        }
+        self.weight <= MAX_ANSWER
+    }
+
+    fn begin(&mut self) {
+        let [high, middle, low, kind, flags, ..] = self.head;
+        self.rest = u32::from_be_bytes([0, high, middle, low]) as usize;
+        if matches!(kind, HEADERS | CONTINUATION) {
+            self.weight = self.weight.saturating_add(self.rest + PER_PART);
+        }
+        if matches!(kind, DATA | HEADERS) && flags & END_STREAM != 0 {
+            self.weight = self.weight.saturating_sub(PER_STREAM);
+        }
+    }
+}
+
+impl<S: AsyncRead + Unpin> AsyncRead for BoundedHeaders<S> {
+    fn poll_read(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        buffer: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        let this = self.get_mut();
+        let before = buffer.filled().len();
+        ready!(Pin::new(&mut this.stream).poll_read(cx, buffer))?;
+        if this.frames.note(&buffer.filled()[before..]) {
+            return Poll::Ready(Ok(()));
+        }
+        let reason = "the member has sent more than 16 MiB of headers that are no answer's";
+        Poll::Ready(Err(io::Error::new(io::ErrorKind::InvalidData, reason)))
+    }
+}
+
+impl<S: AsyncWrite + Unpin> AsyncWrite for BoundedHeaders<S> {
+    fn poll_write(self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
+        Pin::new(&mut self.get_mut().stream).poll_write(cx, bytes)
+    }
+
+    fn poll_flush(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.get_mut().stream).poll_flush(cx)
+    }
+
+    fn poll_shutdown(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.get_mut().stream).poll_shutdown(cx)
+    }
+
+    fn poll_write_vectored(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        slices: &[io::IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        Pin::new(&mut self.get_mut().stream).poll_write_vectored(cx, slices)
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        self.stream.is_write_vectored()
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -152,6 +271,34 @@ mod tests {
             header: None,
             kvs: vec![KeyValue::default(); keys],
             more: true,
+        }
+    }
+
+    fn frame(kind: u8, flags: u8, payload: &[u8]) -> Vec<u8> {
+        let length = u32::try_from(payload.len()).unwrap().to_be_bytes();
+        [&length[1..], &[kind, flags, 0, 0, 0, 1], payload].concat()
+    }
+
+    #[test]
+    fn headers_without_an_answer_have_an_end() {
+        let taken = |bytes: &[u8], piece: usize| {
+            let mut frames = Frames::default();
+            (0..1_000)
+                .take_while(|_| bytes.chunks(piece).all(|piece| frames.note(piece)))
+                .count()
+        };
+        let headers = frame(HEADERS, 4, &[7; 60]);
+        // A frame of bytes that read as the heads of frames.
+        let body = frame(DATA, 0, &frame(HEADERS, 4, &[7; 60]).repeat(2));
+        let trailers = frame(HEADERS, 4 | END_STREAM, &[7; 60]);
+        let answers = [&headers[..], &body, &trailers].concat().repeat(100);
+        for piece in [1_000_000, 4_096, 7] {
+            assert_eq!(taken(&answers, piece), 1_000, "in pieces of {piece}");
+            assert!(taken(&headers.repeat(100), piece) < 1_000, "in pieces of {piece}");
+            let long = [headers.clone(), frame(CONTINUATION, 4, &[7; 10_000])]
+                .concat()
+                .repeat(10);
+            assert!(taken(&long, piece) < 1_000, "in pieces of {piece}");
         }
     }
 

@@ -37,7 +37,7 @@ use tonic::{
 
 use crate::{
     NAME,
-    bounded::{BoundedCodec, CONNECTION_WINDOW, MAX_ANSWER, MAX_HEADERS, STREAM_WINDOW},
+    bounded::{BoundedCodec, BoundedHeaders, CONNECTION_WINDOW, MAX_ANSWER, MAX_HEADERS, STREAM_WINDOW},
     config::Credentials,
     error::{Failure, Result},
     lock,
@@ -126,7 +126,7 @@ impl Connection {
             .keep_alive_interval(PING_EVERY)
             .keep_alive_timeout(PING_TIMEOUT)
             .keep_alive_while_idle(true)
-            .handshake::<_, Body>(TokioIo::new(stream))
+            .handshake::<_, Body>(TokioIo::new(BoundedHeaders::new(stream)))
             .await;
         let (sender, work) =
             shaken.map_err(|error| Failure::Unreachable(format!("{host}: {}", chain(&error))))?;

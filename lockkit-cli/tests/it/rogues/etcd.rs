@@ -137,6 +137,12 @@ fn handshakes() -> Vec<Case> {
             Answer,
             Endless(vec![], frame(PING, 0, 0, &[7; 8]).repeat(300)),
         ),
+        case(
+            "headers before an answer without end",
+            Answer,
+            // `:status: 100`.
+            Endless(vec![], frame(HEADERS, END_HEADERS, 1, b"\x08\x03100").repeat(300)),
+        ),
         case("goes away", Answer, Once(frame(GOAWAY, 0, 0, &[0; 8]))),
         case(
             "goes away, and says why at length",
