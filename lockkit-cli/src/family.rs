@@ -262,8 +262,9 @@ mod linux {
 
     /// `None` if there is none, or none in sight.
     pub(super) fn process(pid: Pid) -> io::Result<Option<Process>> {
-        match fs::read_to_string(format!("/proc/{}/stat", pid.as_raw_nonzero())) {
-            Ok(stat) => Ok(parse(pid, &stat)),
+        match fs::read(format!("/proc/{}/stat", pid.as_raw_nonzero())) {
+            // The program's name may be no text: the system cuts a long one, also within a letter.
+            Ok(stat) => Ok(parse(pid, &String::from_utf8_lossy(&stat))),
             Err(error) if is_full(&error) => Err(error),
             Err(_) => Ok(None),
         }

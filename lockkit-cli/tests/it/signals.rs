@@ -243,6 +243,19 @@ fn what_is_begun_while_all_is_told_to_end_is_told_too() {
     }
 }
 
+/// The system cuts a long name, also within a letter.
+#[test]
+fn a_process_whose_name_is_no_text_is_told_too() {
+    let site = Site::new();
+    let named = "setpgrp 0, 0; $0 = qq(\\xff); $| = 1; print qq($$\\n); sleep 60";
+    fs::write(site.path("named"), named).unwrap();
+    let mut holder = site.running(&[], "echo up; perl named & exec sleep 60");
+    let pid = holder.line().parse().unwrap();
+    holder.signal(Signal::TERM);
+    assert_eq!(holder.status().code(), Some(143));
+    crate::tool::gone(pid);
+}
+
 /// In lockkit's group, as in the foreground of a terminal, each process is sent TERM by itself.
 #[test]
 fn what_is_begun_upon_term_is_left_to_do_its_work() {
