@@ -9,7 +9,7 @@ use std::{
     panic::{AssertUnwindSafe, catch_unwind},
     pin::{Pin, pin},
     sync::{
-        Arc, PoisonError, RwLock, RwLockReadGuard,
+        Arc, OnceLock, PoisonError, RwLock, RwLockReadGuard,
         atomic::{AtomicU64, Ordering},
     },
     task::{Context, Poll},
@@ -27,7 +27,7 @@ use tokio::{
 };
 use zookeeper_client::{Client, Connector, Error as ZkError, SessionState, StateWatcher};
 
-use crate::error::{Result, contained};
+use crate::error::{Failure, Result, contained};
 
 /// The way to one server for the client library.
 pub(crate) struct Route {
@@ -58,6 +58,8 @@ pub(crate) struct Liveness {
     since: Instant,
     ended: RwLock<bool>,
     final_state: watch::Sender<Option<SessionState>>,
+    /// Why the connection was given up on this side, if it was.
+    given_up: OnceLock<Failure>,
 }
 
 impl Connection {
@@ -100,6 +102,14 @@ impl Connection {
 
     pub(crate) fn liveness(&self) -> &Arc<Liveness> {
         &self.liveness
+    }
+
+    /// Returns the reply to a request that changes nothing. One that failed since the connection was given up says why it was.
+    pub(crate) fn reply<T>(&self, reply: Result<T>) -> Result<T> {
+        reply.map_err(|failure| match self.liveness.given_up.get() {
+            Some(why) if matches!(failure, Failure::Server(ZkError::ConnectionLoss)) => why.clone(),
+            _ => failure,
+        })
     }
 
     /// Ends the connection, not the session.
@@ -183,6 +193,7 @@ impl Default for Liveness {
             since: Instant::now(),
             ended: RwLock::new(false),
             final_state: watch::Sender::new(None),
+            given_up: OnceLock::new(),
         }
     }
 }
@@ -214,7 +225,9 @@ impl Future for Run {
 
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<()> {
         // Once it has ended, the library finds its connection closed.
-        let _ = poll_relay(&mut self.relay, cx);
+        if let Poll::Ready(Err(failure)) = poll_relay(&mut self.relay, cx) {
+            let _ = self.liveness.given_up.set(failure);
+        }
         let done = self
             .serve
             .as_mut()

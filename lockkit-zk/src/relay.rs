@@ -61,6 +61,14 @@ const MOST_EVENTS: usize = 16 * 1024 * 1024;
 /// The number in the place of that of a request with which an event begins.
 const EVENT: [u8; 4] = (-1_i32).to_be_bytes();
 
+/// A server does not keep to the bounds.
+#[derive(Clone, Copy, Debug, thiserror::Error)]
+#[error(
+    "the server has sent a packet of more than 8 MiB, perhaps the list of a directory with too many nodes, or more events than anybody \
+     waits for"
+)]
+struct TooMuch;
+
 pub(crate) trait Stream: AsyncRead + AsyncWrite + Send + Unpin {}
 
 impl<T: AsyncRead + AsyncWrite + Send + Unpin> Stream for T {}
@@ -125,7 +133,12 @@ impl Relay {
 
     /// Relays until either end closes its connection. Dropped, it closes both, as a lost network does.
     async fn run(self, timeout: Duration, credentials: Option<String>) -> Result<()> {
-        let failed = |error: io::Error| (self.explain)(&error).map_or(Ok(()), Err);
+        let failed = |error: io::Error| {
+            if error.get_ref().is_some_and(|cause| cause.is::<TooMuch>()) {
+                return Err(Failure::refused(TooMuch.to_string(), false));
+            }
+            (self.explain)(&error).map_or(Ok(()), Err)
+        };
         let (mut library, mut first) = match admit(self.listener, self.pass).await {
             Ok(Some(admitted)) => admitted,
             Ok(None) => {
@@ -199,10 +212,8 @@ async fn pass_on(server: impl AsyncRead + Unpin, library: impl AsyncWrite + Unpi
             events.saturating_sub(PER_REPLY)
         };
         if length > LONGEST || events > MOST_EVENTS {
-            let reason =
-                "the server has sent a packet of more than 8 MiB, or more events than anybody waits for";
-            tracing::warn!("a connection is given up: {reason}");
-            return Err(io::Error::new(io::ErrorKind::InvalidData, reason));
+            tracing::warn!("a connection is given up: {TooMuch}");
+            return Err(io::Error::new(io::ErrorKind::InvalidData, TooMuch));
         }
         library.write_u32(head).await?;
         library.write_all(&number[..known]).await?;

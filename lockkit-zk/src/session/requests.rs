@@ -333,7 +333,7 @@ impl Core {
     /// server is.
     pub(crate) async fn children(&self, dir: &str) -> Result<Vec<String>> {
         let connection = self.connection().await?;
-        listed(connection.client.list_children(dir).await)
+        connection.reply(listed(connection.client.list_children(dir).await))
     }
 
     /// Lists a directory, with everything that was done before the call.
@@ -343,8 +343,8 @@ impl Core {
         // Sent together: the server handles them in order.
         let (synced, children) = (client.sync(dir), client.list_children(dir));
         let (synced, children) = tokio::join!(synced, children);
-        synced?;
-        listed(children)
+        connection.reply(synced.map_err(Into::into))?;
+        connection.reply(listed(children))
     }
 
     /// Reads a node's data and state, with everything that was done before the call.

@@ -1,4 +1,4 @@
-//! A server that sends without end. Its client has a single thread, which does all else in time.
+//! A server that sends without end, or too much. Its client has a single thread, which does all else in time.
 
 use std::{
     io::{self, Read as _, Write as _},
@@ -12,6 +12,7 @@ use std::{
     time::{Duration, Instant},
 };
 
+use lockkit_core::spi::chain;
 use lockkit_testbed::{Lateness, zookeeper::ZkServer};
 
 use crate::server::{brief_client, lock, no_zookeeper, unique};
@@ -97,4 +98,47 @@ fn a_server_that_floods_leaves_others_their_turn() {
         let allowed = MUCH + 3 * beside.most();
         assert!(late < allowed, "{late:?}, and allowed are {allowed:?}");
     }
+}
+
+/// The number of the request for the names of a directory.
+const LIST: [u8; 4] = 8_i32.to_be_bytes();
+
+/// Passes everything on but requests for lists, and answers those at great length.
+fn list_at_length(mut client: TcpStream, upstream: SocketAddr) -> io::Result<()> {
+    let mut server = TcpStream::connect(upstream)?;
+    let (mut from_server, mut to_client) = (server.try_clone()?, client.try_clone()?);
+    thread::spawn(move || io::copy(&mut from_server, &mut to_client));
+    loop {
+        let mut length = [0; 4];
+        client.read_exact(&mut length)?;
+        let mut body = vec![0; u32::from_be_bytes(length) as usize];
+        client.read_exact(&mut body)?;
+        if body.get(4..8) == Some(&LIST) {
+            let long = (9_u32 << 20).to_be_bytes();
+            client.write_all(&[&long[..], &body[..4], &[0; 12]].concat())?;
+        } else {
+            server.write_all(&[&length[..], &body].concat())?;
+        }
+    }
+}
+
+/// Else whoever lists is told each time that a connection was lost.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_list_that_is_too_long_says_so() {
+    if no_zookeeper() {
+        return;
+    }
+    let server = tokio::task::block_in_place(ZkServer::plain).unwrap();
+    let (listener, upstream) = (TcpListener::bind("127.0.0.1:0").unwrap(), server.addr());
+    let addr = listener.local_addr().unwrap();
+    thread::spawn(move || {
+        for client in listener.incoming().flatten() {
+            thread::spawn(move || list_at_length(client, upstream));
+        }
+    });
+    let client = brief_client(addr).await;
+    let listed = client.list("").unwrap().next().await;
+    let error = listed.expect("it does not end").expect_err("it is too long");
+    let text = chain(&error);
+    assert!(text.contains("8 MiB") && text.contains("directory"), "{text}");
 }
