@@ -45,7 +45,8 @@ impl EtcdClaim {
                 // An exclusive newcomer makes its key only if nobody else has one. The others have to look first.
                 if !waits && self.request.mode != Mode::Exclusive {
                     let seen = session.range(self.look(None)).await?;
-                    if self.is_busy(&seen) && !has_lost_keys(&session, &self.queue, &seen).await {
+                    let is_taken = self.is_busy(&seen);
+                    if is_taken && !has_lost_keys(&session, &self.queue, &seen).await {
                         return Ok(None);
                     }
                 }

@@ -56,7 +56,7 @@ const PER_EVENT: usize = 256;
 /// The bytes of events that a reply gives leave for: those of one, also with the longest path that a lock has.
 const PER_REPLY: usize = 4 * 1024;
 /// The most bytes of events beyond one for each reply. Each watch has one event, and was set by a request with its reply; so these are for
-/// those of fifty thousand waiters at once.
+/// those of fifty thousand waiters at once, and of ten thousand with the longest paths.
 const MOST_EVENTS: usize = 16 * 1024 * 1024;
 /// The number in the place of that of a request with which an event begins.
 const EVENT: [u8; 4] = (-1_i32).to_be_bytes();
