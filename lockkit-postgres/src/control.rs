@@ -32,8 +32,8 @@ const MOMENT: Duration = Duration::from_millis(2);
 const PAUSE: Duration = Duration::from_millis(20);
 
 /// All work with the connection is done in tasks of the client's runtime: an acquisition that nobody polls for a while would otherwise keep the
-/// connection from all others.
-#[derive(Debug)]
+/// connection from all others. Clones have the same connection.
+#[derive(Clone, Debug)]
 pub(crate) struct Control {
     options: Options,
     state: Arc<Mutex<Option<Resumable<Wire>>>>,

@@ -19,7 +19,7 @@ use lockkit_core::{
     },
 };
 use tokio::{
-    sync::{OwnedSemaphorePermit, Semaphore},
+    sync::{OnceCell, OwnedSemaphorePermit, Semaphore},
     time::{Instant, sleep, timeout_at},
 };
 
@@ -87,8 +87,8 @@ pub(crate) struct Sessions {
     slots: Arc<Semaphore>,
     max_connections: u32,
     schema: Schema,
-    /// True once all that locks need is known to be in the database.
-    is_prepared: AtomicBool,
+    /// Set once all that locks need is known to be in the database.
+    prepared: Arc<OnceCell<()>>,
     /// Whether tokens outlive a crash of the machine, as the session that was opened last has said.
     is_durable: AtomicBool,
 }
@@ -103,19 +103,27 @@ impl Sessions {
             slots: Arc::new(Semaphore::new(max_connections as usize)),
             max_connections,
             schema,
-            is_prepared: AtomicBool::new(false),
+            prepared: Arc::default(),
             is_durable: AtomicBool::new(true),
         }
     }
 
-    /// Makes what locks need in the database, if it is missing and to be made here, before the first of them. Twice at once is as good as
-    /// once.
+    /// Makes what locks need in the database, if it is missing and to be made here, before the first of them. One does so, and the others
+    /// wait for it: to make the tables takes a connection.
+    ///
+    /// # Cancel safety
+    /// May be dropped at any await. Then the next one does it.
     pub(crate) async fn prepare(&self, operation: &'static str) -> Result<()> {
-        if !self.is_prepared.load(Ordering::Relaxed) {
-            schema::prepare(operation, &self.control, self.schema).await?;
-            self.is_prepared.store(true, Ordering::Relaxed);
+        if self.prepared.initialized() {
+            return Ok(());
         }
-        Ok(())
+        let (prepared, control, schema) = (self.prepared.clone(), self.control.clone(), self.schema);
+        // An acquisition that nobody polls for a while would otherwise keep all others waiting.
+        let preparing = async move {
+            let prepare = || schema::prepare(operation, &control, schema);
+            prepared.get_or_try_init(prepare).await.copied()
+        };
+        resumable::on_runtime(NAME, operation, preparing, &self.options.runtime).await?
     }
 
     /// Returns an idle session, preferably one with this lease, or opens one with it.

@@ -54,6 +54,8 @@ tests! {
     a_hold_by_hand_is_shown_without_a_token
     a_hold_that_cannot_be_shown_is_as_good_as_any
     sessions_are_kept_and_closed
+    a_first_burst_makes_the_tables_over_one_connection
+    who_stops_while_it_makes_the_tables_is_in_nobodys_way
     idle_sessions_that_are_closed_are_in_nobodys_way
     another_runtime_that_ends_takes_no_connection_along
     a_backend_that_outlives_its_runtime_says_so
@@ -1062,6 +1064,48 @@ async fn sessions_are_kept_and_closed() {
     }
     client.close(Duration::from_secs(5)).await.unwrap();
     eventually("all are closed", async || count() == "0").await;
+}
+
+async fn a_first_burst_makes_the_tables_over_one_connection() {
+    const MANY: u64 = 20;
+    let server = private(&[]);
+    let proxy = Proxy::start(server.addr()).unwrap();
+    let client = client(proxy.addr()).await;
+    let all = join_all((0..MANY).map(|n| {
+        let lock = client.lock(n.to_string()).unwrap();
+        async move { lock.acquire().await.unwrap() }
+    }));
+    let guards = all.await;
+    // One more that connected, and one for the tables.
+    assert_eq!(proxy.counts().connections, MANY + 2);
+    for guard in guards {
+        guard.release().await.unwrap();
+    }
+}
+
+/// The one that makes the tables is dropped meanwhile, or nobody polls it any more.
+async fn who_stops_while_it_makes_the_tables_is_in_nobodys_way() {
+    for is_dropped in [true, false] {
+        let server = private(&[]);
+        let backend = PostgresBackend::connect(config(server.addr())).await.unwrap();
+        let mut by_hand = session(&server);
+        by_hand.sql("SELECT pg_advisory_lock(1819242347, 1)").unwrap();
+        let mut claim = backend.claim(&request("a", spi::Mode::Exclusive)).await.unwrap();
+        let mut first = claim.attempt(Duration::ZERO);
+        let waiting = "SELECT count(*) FROM pg_locks WHERE locktype='advisory' AND NOT granted";
+        tokio::select! {
+            outcome = &mut first => panic!("it was to wait: {outcome:?}"),
+            () = eventually("it waits", async || server.sql(waiting).unwrap() == "1") => {}
+        }
+        let first = (!is_dropped).then_some(first);
+        by_hand.sql("SELECT pg_advisory_unlock(1819242347, 1)").unwrap();
+        let mut other = backend.claim(&request("b", spi::Mode::Exclusive)).await.unwrap();
+        let granted = timeout(Duration::from_secs(10), other.attempt(Duration::ZERO)).await;
+        let granted = granted.expect("the tables are made").unwrap();
+        assert!(granted.is_some(), "dropped: {is_dropped}");
+        other.release().await.unwrap();
+        drop(first);
+    }
 }
 
 /// A client has as many connections as it may have, and all of them are idle. They are about to expire.
