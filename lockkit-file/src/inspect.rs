@@ -5,6 +5,8 @@ use std::{
     io,
     path::Path,
     sync::Arc,
+    thread,
+    time::{Duration, Instant},
 };
 
 use lockkit_core::{LockKind, LockName};
@@ -17,6 +19,11 @@ use crate::{
     layout::{self, Files},
     token_record::{self, TokenRecord},
 };
+
+/// The time within which whoever has locked a file for the first time of a boot has written its record. One that stands still has not.
+const WRITTEN_WITHIN: Duration = Duration::from_millis(500);
+/// The time between two looks at such a file. Whoever waits for the ledger asks for it more often.
+const WRITTEN_SOON: Duration = Duration::from_millis(5);
 
 /// Returns the holders of `name`. It probes under the exclusive ledger, so that no attempt fails because of it, and
 /// for moments only: an inspection that is stopped there blocks everybody.
@@ -92,17 +99,24 @@ fn last_grant(files: &Files, file: &Arc<File>) -> Result<Option<TokenRecord>> {
     if last.is_some() || !has_content(files, file)? {
         return Ok(last);
     }
-    let ledger = files.lock_ledger()?;
-    let is_held = is_held(files, file)?;
-    drop(ledger);
-    // As below.
-    wake_watchers(file);
-    // If the first grant of a boot was under way, it has written its record by now.
-    let last = token_record::read(files, file)?;
-    if is_held && last.is_none() {
-        return Err(FileError::Damaged { path: files.main() });
+    let began = Instant::now();
+    loop {
+        let ledger = files.lock_ledger()?;
+        let is_held = is_held(files, file)?;
+        drop(ledger);
+        // As below.
+        wake_watchers(file);
+        // If the first grant of a boot was under way and had the ledger, it has written its record by now.
+        let last = token_record::read(files, file)?;
+        if last.is_some() || !is_held {
+            return Ok(last);
+        }
+        // If it had not, it has locked the file, and waits for the ledger behind this.
+        if began.elapsed() >= WRITTEN_WITHIN {
+            return Err(FileError::Damaged { path: files.main() });
+        }
+        thread::sleep(WRITTEN_SOON);
     }
-    Ok(last)
 }
 
 /// Fails if the size of a semaphore cannot be read, and somebody has a permit. The caller shares the ledger.
@@ -224,7 +238,7 @@ fn permit_holders(files: &Files, file: &File) -> Result<Vec<TokenRecord>> {
 
 #[cfg(test)]
 mod tests {
-    use std::{num::NonZeroU32, os::unix::fs::FileExt, time::Instant};
+    use std::{num::NonZeroU32, os::unix::fs::FileExt};
 
     use lockkit_core::spi::{ClaimRequest, Mode, OwnerId};
     use tempfile::TempDir;
@@ -254,7 +268,7 @@ mod tests {
         }
 
         fn claim(&self, mode: Mode, owner: u128) -> BlockingClaim {
-            let ttl = std::time::Duration::from_secs(30);
+            let ttl = Duration::from_secs(30);
             BlockingClaim::new(Arc::new(ClaimSpec {
                 request: ClaimRequest::new(name(), mode, ttl, OwnerId::new(owner)),
                 files: self.files(mode.kind()),
@@ -312,6 +326,27 @@ mod tests {
         let waits = claim.attempt(false, Instant::now().into());
         assert!(matches!(waits, Err(FileError::NeedsWorker)), "{waits:?}");
         assert_eq!(fs::metadata(&permit).unwrap().len(), 0);
+    }
+
+    /// Whoever is granted has locked the file, and waits for the ledger while another looks.
+    #[test]
+    fn a_record_that_is_written_behind_a_look_is_no_damage() {
+        let dir = TempDir::new().unwrap();
+        let (one, other) = (Boot::new(&dir, 1), Boot::new(&dir, 2));
+        let holder = one.try_for(Mode::Exclusive, 1).unwrap();
+        let main = one.files(LockKind::Lock).main();
+        let (file, _) = layout::open_writable(&main).unwrap().unwrap();
+        let whole = fs::read(&main).unwrap();
+        let torn = vec![!0_u8; whole.len()];
+        file.write_all_at(&torn, 0).unwrap();
+        let shown = thread::scope(|scope| {
+            let look = scope.spawn(|| other.holders(LockKind::Lock));
+            thread::sleep(WRITTEN_SOON * 4);
+            file.write_all_at(&whole, 0).unwrap();
+            look.join().unwrap()
+        });
+        assert_eq!(shown.unwrap().len(), 1);
+        drop(holder);
     }
 
     /// To the other boot, it looks as if a crash of the host had torn the record.

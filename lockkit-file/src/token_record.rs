@@ -355,26 +355,34 @@ fn read_lanes(
 ) -> Result<Vec<Option<TokenRecord>>> {
     let mut lanes = Vec::new();
     for lane in 0..LANES {
-        let copies = read_at(file, offset(lane, 1), 2 * STRIDE).map_err(FileError::io("read", path))?;
+        let look = || read_at(file, offset(lane, 1), 2 * STRIDE).map_err(FileError::io("read", path));
+        let mut copies = look()?;
         if copies.is_empty() {
             break;
         }
-        let (first, second) = copies.split_at(copies.len().min(STRIDE));
-        let record = match read_lane([first, second]) {
+        let record = match read_lane(halves(&copies)) {
             Ok(record) => record,
             Err(BothTorn) if may_be_torn(lane)? => None,
             Err(BothTorn) => {
-                return Err(FileError::Damaged {
+                // A writer may have been at it, and has made it whole before anything else told that it is in use.
+                copies = look()?;
+                read_lane(halves(&copies)).map_err(|BothTorn| FileError::Damaged {
                     path: path.to_owned(),
-                });
+                })?
             }
         };
         lanes.push(record);
-        if second.len() < STRIDE {
+        if copies.len() < 2 * STRIDE {
             break;
         }
     }
     Ok(lanes)
+}
+
+/// Returns the two copies of a lane, as far as they are there.
+fn halves(copies: &[u8]) -> [&[u8]; 2] {
+    let (first, second) = copies.split_at(copies.len().min(STRIDE));
+    [first, second]
 }
 
 /// A lane without a whole copy.
@@ -672,6 +680,24 @@ mod tests {
             self.file.read_exact_at(&mut byte, at).unwrap();
             self.file.write_all_at(&[!byte[0]], at).unwrap();
         }
+    }
+
+    /// The first grant of a boot writes whole copies over torn ones, and then the floor by which that would be known.
+    #[test]
+    fn a_lane_that_is_made_whole_meanwhile_is_not_damaged() {
+        let fixture = Fixture::new();
+        let [first, second] = [fixture.mint().unwrap(), fixture.mint().unwrap()];
+        let whole = all_of(&fixture.file);
+        fixture.spoil(&first);
+        fixture.spoil(&second);
+        let path = fixture.files.main();
+        let torn = read_lanes(&fixture.file, &path, |_| Ok(false));
+        assert!(matches!(torn, Err(FileError::Damaged { .. })), "{torn:?}");
+        let lanes = read_lanes(&fixture.file, &path, |_| {
+            fixture.file.write_all_at(&whole, 0).unwrap();
+            Ok(false)
+        });
+        assert_eq!(newest(&lanes.unwrap()), Some(&second));
     }
 
     #[test]
