@@ -152,11 +152,16 @@ impl Control {
 
     /// Runs statements without parameters in one transaction.
     pub(crate) async fn run_together(&self, operation: &'static str, statements: &str) -> Result<()> {
-        // Not over the kept connection: it would be lost with a future that is dropped, and others would wait for one that nobody polls.
-        let (mut wire, _) = self.open(operation).await?;
-        wire.run_together(statements).await.during(operation)?;
-        *self.state.lock().await = Some(Resumable::new(wire));
-        Ok(())
+        let (state, options) = (self.state.clone(), self.options.clone());
+        let statements = statements.to_owned();
+        let work = async move {
+            // Not over the kept connection: it would be lost with a future that is dropped, and others would wait for it.
+            let (mut wire, _) = server::open(&options, 0).await.during(operation)?;
+            wire.run_together(&statements).await.during(operation)?;
+            *state.lock().await = Some(Resumable::new(wire));
+            Ok(())
+        };
+        resumable::on_runtime(NAME, operation, work, &self.options.runtime).await?
     }
 
     /// Interrupts the statement of a session, if it is at one within a moment. Returns false if not: it may not have read its request yet.
