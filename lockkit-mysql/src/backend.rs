@@ -202,7 +202,7 @@ impl MySqlBackend {
 
     async fn connect_to(target: Target, config: MySqlConfig, secrets: Secrets) -> Result<Self> {
         require_runtime(NAME, "connect")?;
-        let options = config.connect_options(&target);
+        let options = MySqlConfig::connect_options(&target);
         let sessions = Sessions::new(
             options,
             config.route(&target)?,

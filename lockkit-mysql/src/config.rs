@@ -147,7 +147,7 @@ impl MySqlConfig {
         Ok(target)
     }
 
-    pub(crate) fn connect_options(&self, target: &Target) -> MySqlConnectOptions {
+    pub(crate) fn connect_options(target: &Target) -> MySqlConnectOptions {
         let mut options = MySqlConnectOptions::new()
             .username(&target.user)
             .database(&target.database)

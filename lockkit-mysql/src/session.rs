@@ -600,7 +600,7 @@ mod tests {
             let config = crate::MySqlConfig::new(MySql::url_at(proxy.addr()));
             let target = config.target().unwrap();
             let sessions = Sessions::new(
-                config.connect_options(&target),
+                crate::MySqlConfig::connect_options(&target),
                 config.route(&target).unwrap(),
                 crate::Mode::ForUpdate,
                 1,

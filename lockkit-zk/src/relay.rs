@@ -134,7 +134,10 @@ impl Relay {
     /// Relays until either end closes its connection. Dropped, it closes both, as a lost network does.
     async fn run(self, timeout: Duration, credentials: Option<String>) -> Result<()> {
         let failed = |error: io::Error| {
-            if error.get_ref().is_some_and(|cause| cause.is::<TooMuch>()) {
+            if error
+                .get_ref()
+                .is_some_and(<dyn std::error::Error + Send + Sync>::is::<TooMuch>)
+            {
                 return Err(Failure::refused(TooMuch.to_string(), false));
             }
             (self.explain)(&error).map_or(Ok(()), Err)
