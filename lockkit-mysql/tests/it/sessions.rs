@@ -1,6 +1,6 @@
 //! Sessions: their number, the waits in them, and what they leave behind.
 
-use std::{pin::pin, time::Duration};
+use std::{collections::HashSet, pin::pin, time::Duration};
 
 use futures_util::{
     FutureExt,
@@ -11,7 +11,7 @@ use lockkit_core::{
     AcquireOptions, Error, LockClient, LockGuard, LossReason,
     spi::{self, Backend as _},
 };
-use lockkit_mysql::{Mode, MySqlBackend, MySqlConfig};
+use lockkit_mysql::{Mode, MySqlBackend};
 use lockkit_testbed::{
     Proxy, eventually,
     mysql::{Flavour, MySql},
@@ -1475,17 +1475,28 @@ async fn readers_that_come_at_once_do_not_wait_for_each_other(flavour: Flavour) 
     assert!(asked <= READERS * 6, "{asked} requests of {READERS} readers");
 }
 
-/// Returns the number of this process's sockets that this server has closed.
-fn half_closed(server: &MySql) -> usize {
-    const CLOSE_WAIT: &str = "08";
+/// Returns this process's sockets at this server, as its descriptors name them.
+fn sockets_at(server: &MySql) -> HashSet<String> {
     let table = std::fs::read_to_string("/proc/self/net/tcp").unwrap();
     let port = format!(":{:04X}", server.addr().port());
     let fields = table
         .lines()
         .map(|line| line.split_whitespace().collect::<Vec<_>>());
     fields
-        .filter(|fields| fields[2].ends_with(&port) && fields[3] == CLOSE_WAIT)
-        .count()
+        .filter(|fields| fields[2].ends_with(&port))
+        .map(|fields| format!("socket:[{}]", fields[9]))
+        .collect()
+}
+
+/// Returns how many of these sockets this process still has.
+fn kept(sockets: &HashSet<String>) -> usize {
+    let descriptors = std::fs::read_dir("/proc/self/fd").unwrap();
+    let targets = descriptors.filter_map(|descriptor| std::fs::read_link(descriptor.ok()?.path()).ok());
+    let sockets: HashSet<_> = targets
+        .filter_map(|target| target.into_os_string().into_string().ok())
+        .filter(|target| sockets.contains(target))
+        .collect();
+    sockets.len()
 }
 
 /// An idle client does not use its connections, and so does not notice that they ended.
@@ -1493,10 +1504,8 @@ async fn a_session_that_the_server_ended_keeps_no_socket(flavour: Flavour) {
     for mode in MODES {
         let server = private(flavour, &[]);
         let mut admin = Admin::of(&server).await;
-        // Without a password sqlx has the socket itself. A relay closes its own at once.
-        let mut config = MySqlConfig::new(format!("mysql://root@{}/{}", server.addr(), MySql::DATABASE));
-        config.mode = mode;
-        let client = connect(config).await.unwrap();
+        let of_admin = sockets_at(&server);
+        let client = client(server.addr(), mode).await;
         let guards = join_all((0..5).map(|index| {
             let lock = client.lock(index.to_string()).unwrap();
             async move { lock.acquire().await.unwrap() }
@@ -1505,30 +1514,22 @@ async fn a_session_that_the_server_ended_keeps_no_socket(flavour: Flavour) {
             guard.release().await.unwrap();
         }
         client.inspect("0").await.unwrap();
-        let others =
-            "SELECT ID FROM information_schema.PROCESSLIST WHERE USER='root' AND ID<>CONNECTION_ID()";
-        let before = admin.run(others).await;
-        for id in &before {
-            admin.run(&format!("KILL {}", id[0])).await;
+        let mut sockets = sockets_at(&server);
+        sockets.retain(|socket| !of_admin.contains(socket));
+        assert!(kept(&sockets) >= 5, "{sockets:?}");
+        for id in admin.sessions().await {
+            admin.run(&format!("KILL {id}")).await;
         }
-        eventually("they have ended", async || {
-            half_closed(&server) > before.len() / 2
-        })
-        .await;
         let ended = Stopwatch::start();
-        let mut left = 0;
-        while ended.elapsed() < Duration::from_secs(11) {
-            left = half_closed(&server);
-            if left == 0 {
-                break;
-            }
+        while kept(&sockets) > 0 && ended.elapsed() < Duration::from_secs(11) {
             sleep(Duration::from_millis(50)).await;
         }
+        let left = kept(&sockets);
         assert_eq!(
             left,
             0,
             "{mode:?}: of {} after {:?}",
-            before.len(),
+            sockets.len(),
             ended.elapsed()
         );
         cycle(&client, "0").await;
