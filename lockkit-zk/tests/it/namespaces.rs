@@ -170,6 +170,12 @@ async fn a_user_reaches_nothing_in_anothers_directory() {
     })
     .await;
 
+    // By a container of its own, a client makes sure that the servers have such. They go by themselves.
+    eventually("what a client tries first has gone", async || {
+        let theirs = tree(&yours, &their_directory).await;
+        !theirs.iter().any(|path| path.contains("/first-"))
+    })
+    .await;
     let theirs = tree(&yours, &their_directory).await;
     assert!(theirs.len() > 8, "{theirs:?}");
     let mut faults = Vec::new();
