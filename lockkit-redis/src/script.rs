@@ -10,14 +10,30 @@ macro_rules! script {
     };
 }
 
-pub(crate) static ACQUIRE: Script = script!("read_key", "draw_tokens", "acquire_fast", "common", "acquire");
-pub(crate) static RENEW: Script = script!("renew_fast", "draw_tokens", "common", "renew");
-pub(crate) static DOWNGRADE: Script = script!("read_key", "draw_tokens", "common", "downgrade");
-pub(crate) static ADOPT: Script = script!("read_key", "draw_tokens", "common", "adopt");
-pub(crate) static RELEASE: Script = script!("read_key", "release_fast", "draw_tokens", "common", "release");
-pub(crate) static REVOKE: Script = script!("read_key", "draw_tokens", "common", "revoke");
-pub(crate) static ASK_BACK: Script = script!("read_key", "draw_tokens", "common", "ask_back");
-pub(crate) static INSPECT: Script = script!("read_key", "draw_tokens", "common", "inspect");
+pub(crate) static ACQUIRE: Script = script!(
+    "read_key",
+    "draw_tokens",
+    "acquire_fast",
+    "layout",
+    "queue_up",
+    "common",
+    "acquire"
+);
+pub(crate) static RENEW: Script = script!("renew_fast", "draw_tokens", "layout", "common", "renew");
+pub(crate) static DOWNGRADE: Script = script!("read_key", "draw_tokens", "layout", "common", "downgrade");
+pub(crate) static ADOPT: Script = script!("read_key", "draw_tokens", "layout", "common", "adopt");
+pub(crate) static RELEASE: Script = script!(
+    "read_key",
+    "release_fast",
+    "draw_tokens",
+    "layout",
+    "hand_over",
+    "common",
+    "release"
+);
+pub(crate) static REVOKE: Script = script!("read_key", "draw_tokens", "layout", "common", "revoke");
+pub(crate) static ASK_BACK: Script = script!("read_key", "draw_tokens", "layout", "common", "ask_back");
+pub(crate) static INSPECT: Script = script!("read_key", "draw_tokens", "layout", "common", "inspect");
 pub(crate) static RAISE_FENCE: Script = script!("raise_fence");
 
 /// The scripts that a connection to the only master loads before it is used.

@@ -1,6 +1,4 @@
 -- Ends the owner's hold and its place in the queue, and serves the queue. Returns 1 if the owner held.
--- ARGV: 1 the value, known up to the owner at least
-local me = string.sub(ARGV[1], 9, 40)
 local held = 0
 drop_expired_holders()
 local head

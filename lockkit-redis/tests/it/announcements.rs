@@ -81,7 +81,7 @@ async fn a_user_with_the_documented_rights_observes() {
     let server = RedisServer::plain().unwrap();
     let rights = "on >secret ~lockkit:* resetchannels &lockkit:* +ping +info +select +subscribe +unsubscribe \
                   +client|id +client|kill +eval +evalsha +script|load +wait +time +get +set +del +exists +pexpire \
-                  +pttl +incrby +publish +zadd +zcard +zrange +zrangebyscore +zrevrange +zrank +zrem +zscore +hget \
+                  +pttl +publish +zadd +zcard +zrange +zrangebyscore +zrevrange +zrank +zrem +zscore +hget \
                   +hset +hdel";
     let mut command = vec!["ACL", "SETUSER", "locker"];
     command.extend(rights.split_whitespace());

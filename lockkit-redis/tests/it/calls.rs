@@ -206,10 +206,10 @@ async fn calls_of_a_lock_on_redis() {
     }
     let server = RedisServer::plain().unwrap();
     let stated = Cost {
-        alone: 9,
-        of_2: 24,
-        of_16: 25,
-        of_100: 25,
+        alone: 8,
+        of_2: 21,
+        of_16: 18,
+        of_100: 18,
     };
     costs_of_one_master(server, stated).await;
 }
@@ -222,10 +222,10 @@ async fn calls_of_a_lock_on_valkey() {
     }
     let server = RedisServer::builder().program(redis::valkey()).start().unwrap();
     let stated = Cost {
-        alone: 7,
-        of_2: 24,
-        of_16: 25,
-        of_100: 25,
+        alone: 6,
+        of_2: 21,
+        of_16: 18,
+        of_100: 18,
     };
     costs_of_one_master(server, stated).await;
 }

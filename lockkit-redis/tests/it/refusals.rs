@@ -239,7 +239,7 @@ async fn the_documented_rights_are_enough_for_every_mode() {
 /// The rules of `docs/redis.md`, for the default namespace.
 const MINIMAL_RIGHTS: &str = "~lockkit:* &lockkit:* \
      +info +ping +client|id +client|kill +subscribe +publish +eval +evalsha +script|load \
-     +get +set +del +exists +pexpire +pttl +incrby +time \
+     +get +set +del +exists +pexpire +pttl +time \
      +zadd +zrem +zcard +zscore +zrank +zrange +zrevrange +zrangebyscore +hget +hset +hdel";
 
 #[tokio::test]
