@@ -19,8 +19,22 @@ pub(crate) static ACQUIRE: Script = script!(
     "common",
     "acquire"
 );
-pub(crate) static RENEW: Script = script!("renew_fast", "draw_tokens", "layout", "common", "renew");
-pub(crate) static DOWNGRADE: Script = script!("read_key", "draw_tokens", "layout", "common", "downgrade");
+pub(crate) static RENEW: Script = script!(
+    "renew_fast",
+    "draw_tokens",
+    "layout",
+    "common",
+    "own_hold",
+    "renew"
+);
+pub(crate) static DOWNGRADE: Script = script!(
+    "read_key",
+    "draw_tokens",
+    "layout",
+    "common",
+    "own_hold",
+    "downgrade"
+);
 pub(crate) static ADOPT: Script = script!("read_key", "draw_tokens", "layout", "common", "adopt");
 pub(crate) static RELEASE: Script = script!(
     "read_key",
@@ -31,8 +45,22 @@ pub(crate) static RELEASE: Script = script!(
     "common",
     "release"
 );
-pub(crate) static REVOKE: Script = script!("read_key", "draw_tokens", "layout", "common", "revoke");
-pub(crate) static ASK_BACK: Script = script!("read_key", "draw_tokens", "layout", "common", "ask_back");
+pub(crate) static REVOKE: Script = script!(
+    "read_key",
+    "draw_tokens",
+    "layout",
+    "common",
+    "find_hold",
+    "revoke"
+);
+pub(crate) static ASK_BACK: Script = script!(
+    "read_key",
+    "draw_tokens",
+    "layout",
+    "common",
+    "find_hold",
+    "ask_back"
+);
 pub(crate) static INSPECT: Script = script!("read_key", "draw_tokens", "layout", "common", "inspect");
 pub(crate) static RAISE_FENCE: Script = script!("raise_fence");
 

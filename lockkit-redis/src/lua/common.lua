@@ -84,14 +84,9 @@ local function fits(mode)
   return mode == 's' or call('ZCARD', HOLDERS) < tonumber(string.sub(mode, 2))
 end
 
--- Grants with a lease of `ms`, and the tokens from `first` on if they are known already. The caller updates the key.
+-- Grants with a lease of `ms`, and the tokens from `first` on if they are drawn already. The caller updates the key.
 local function grant(owner, mode, ttl, ms, record, first)
-  local tokens = string.match(record, '^%S+ (%d+) ')
-  if first then
-    call('SET', OWN .. 'fence', string.format('%d', first + tokens - 1))
-  else
-    first = draw_tokens(tokens, micros)
-  end
+  first = first or draw_tokens(string.match(record, '^%S+ (%d+) '), micros)
   if mode == 'x' then
     call('HDEL', ENTRIES, owner)
     value = 'lockkit:' .. string.format(record, first)
@@ -123,17 +118,18 @@ local function queue_head() return call('ZRANGE', QUEUE, 0, 0)[1] end
 -- Grants to another, if its client receives the push. The push goes first, since its receivers show whether the client is
 -- connected; its tokens are known and not drawn yet. If none are left, the waiter is told to ask, and gets the error itself.
 local function hand_off(owner, mode, ttl, record)
-  local client = client_of(record)
+  local client, tokens = client_of(record), string.match(record, '^%S+ (%d+) ')
   -- One that is no number is as good as one that is at its end.
   local counter = tonumber(redis.pcall('GET', OWN .. 'fence') or 0) or 2 ^ 53
   local first = math.max(micros, counter) + 1
-  if first > 2 ^ 53 - string.match(record, '^%S+ (%d+) ') then
+  if first > 2 ^ 53 - tokens then
     publish(owner, client, 1)
     return false
   end
   local takes_hand_offs = string.sub(client, -1) == 't'
   if publish(owner, client, takes_hand_offs and string.format('0:%d', first) or 0) == 0 then return false end
   call('ZREM', QUEUE, owner)
+  call('SET', OWN .. 'fence', string.format('%d', first + tokens - 1))
   grant(owner, mode, ttl, math.min(ttl, HANDOFF_TTL), record, first)
   return true
 end
