@@ -98,7 +98,12 @@ async fn a_dead_waiter_of_a_free_lock_is_not_shown_for_long() {
     assert_eq!(shown().await, Some(1));
     peer.process.kill().unwrap();
     let died = Stopwatch::start();
+    eventually("the server has noticed", async || subscribers(&server) == 2).await;
     held.release().await.unwrap();
+    // It was put back, and goes by itself if nobody ever comes.
+    let queue = "lockkit:lockkit#queue:{lockkit:a}";
+    let left: i64 = server.cli(&["PTTL", queue]).unwrap().parse().unwrap();
+    assert!(left > 0, "{left}");
     // It may be reconnecting.
     let mut last = died.elapsed();
     until(LONG, "a dead waiter is shown no more", async || {

@@ -268,6 +268,36 @@ async fn a_right_that_is_missing_is_a_clear_error() {
     );
 }
 
+/// A waiter is told of a hold only where all that it takes to write it is allowed.
+#[tokio::test]
+async fn a_hand_off_that_may_not_be_written_is_not_pushed() {
+    if no_server() {
+        return;
+    }
+    let server = RedisServer::builder()
+        .user("barred", PASSWORD, "~* &* +@all -zrem")
+        .user("other", PASSWORD, "~* &* +@all")
+        .start()
+        .unwrap();
+    let at = server.addr();
+    let one = client(&format!("redis://barred:{PASSWORD}@{at}")).await;
+    let two = client(&format!("redis://other:{PASSWORD}@{at}")).await;
+    let held = lock(&one, "a", LONG).acquire().await.unwrap();
+    let waiting = waiter(&lock(&two, "a", LONG));
+    waiters(&server, "a", 1).await;
+    let pushes = || {
+        let counts = server.command_counts().unwrap();
+        counts.get("publish").copied().unwrap_or_default()
+    };
+    let before = pushes();
+    let refused = held.release().await.unwrap_err();
+    let text = shown(&refused);
+    assert!(text.contains("ZREM") && text.contains("docs/redis.md"), "{text}");
+    assert_eq!(pushes(), before, "told of what is not written");
+    waiters(&server, "a", 1).await;
+    waiting.abort();
+}
+
 #[tokio::test]
 async fn a_replica_is_not_taken_for_the_master() {
     if no_server() {
