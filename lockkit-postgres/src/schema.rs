@@ -49,11 +49,13 @@ const EXCLUSIVELY: &str =
     "SELECT set_config('lock_timeout', '0', true); SELECT pg_advisory_xact_lock(1819242347, 1);";
 
 /// Has tokens go on above all that may have been granted, here or at a copy: at the clock, which is ahead of all of them unless it was set
-/// back or tokens were raised. Then as many draws further as may be lost with a crash, and no copy is known to be passed. The new
-/// position is on disk before anybody can see the row.
+/// back or tokens were raised. A crash may have lost draws, some thirty of each session: the sequence has to be behind the clock by more than
+/// those. Else it goes further by more than those, and no copy is known to be passed. The new position is on disk before anybody can see the
+/// row.
 pub(crate) const BEGIN_EPOCH: &str = concat!(
     "SELECT set_config('lock_timeout', '0', true); SELECT pg_advisory_xact_lock(1819242347, 1); \
-     SELECT setval('lockkit.token', CASE WHEN next < clock THEN clock ELSE next + 1024 * 1000000::bigint END) \
+     SELECT setval('lockkit.token', CASE WHEN next + 1024 * 100000::bigint < clock THEN clock \
+     ELSE next + 1024 * 1000000::bigint END) \
      FROM (SELECT nextval('lockkit.token') AS next, (extract(epoch FROM clock_timestamp()) * 1000000)::bigint * 1000 AS clock \
      WHERE NOT EXISTS (SELECT FROM lockkit.epoch WHERE ",
     sql::this_epoch!(),

@@ -18,6 +18,7 @@ tests! {
     tokens_rise_over_crashes_of_the_server
     tokens_rise_over_the_crash_of_one_session
     a_clean_restart_goes_on_above
+    an_epoch_is_above_what_a_crash_may_have_lost
     tokens_rise_where_a_stopped_primary_comes_back
     tokens_rise_over_a_promotion_of_a_standby_that_lags
     the_fence_is_past_what_a_promoted_standby_lacks
@@ -157,6 +158,22 @@ async fn a_clean_restart_goes_on_above() {
     let next = token(&client(server.addr()).await, "a").await;
     assert_eq!(next, after + 1_024);
     assert_eq!(server.sql("SELECT count(*) FROM lockkit.epoch").unwrap(), "1");
+}
+
+/// The counter was ahead of the clock, which is just past the draws that are left of it, and not past those that were lost.
+async fn an_epoch_is_above_what_a_crash_may_have_lost() {
+    let server = private(&[]);
+    token(&client(server.addr()).await, "a").await;
+    let left: u64 = server
+        .sql(
+            "WITH lost AS (DELETE FROM lockkit.epoch) \
+             SELECT setval('lockkit.token', (extract(epoch FROM clock_timestamp()) * 1000000)::bigint * 1000)",
+        )
+        .unwrap()
+        .parse()
+        .unwrap();
+    let after = token(&client(server.addr()).await, "a").await;
+    assert!(after > left + 1_024 * 100_000, "{after} goes on after {left}");
 }
 
 /// It was stopped in order: it has its row of the epoch, and nothing in it says that its standby has granted meanwhile.
