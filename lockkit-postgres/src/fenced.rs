@@ -173,13 +173,14 @@ impl FencedTable {
         let mut update = format!("UPDATE {table} SET {token_column} = ${first}");
         let mut all = values.to_vec();
         all.extend([&stored as Value<'_>, key]);
-        // The server's own operator, whatever the session's search_path has before it.
+        // The server's own operators, whatever the session's search_path has before them. A key is compared by that of its type, which may be
+        // an extension's.
         let mut condition =
             format!(" WHERE {key_column} = ${second} AND {token_column} OPERATOR(pg_catalog.<=) ${first}");
         if let Some((column, expected)) = &version {
             // Writing to a string does not fail.
-            let _ = write!(update, ", {column} = {column} + 1");
-            let _ = write!(condition, " AND {column} = ${third}");
+            let _ = write!(update, ", {column} = {column} OPERATOR(pg_catalog.+) 1");
+            let _ = write!(condition, " AND {column} OPERATOR(pg_catalog.=) ${third}");
             all.push(expected);
         }
         if !set.is_empty() {

@@ -77,7 +77,7 @@ async fn a_row_refuses_a_superseded_holder() {
     guard.release().await.unwrap();
 }
 
-/// One that says of any two tokens that they are in order.
+/// Those that say of any two tokens that they are in order, and of any two versions that they are the same.
 async fn an_operator_of_a_search_path_lets_no_write_through() {
     let rows = database().await;
     let (accounts, table) = table(&rows).await;
@@ -86,6 +86,7 @@ async fn an_operator_of_a_search_path_lets_no_write_through() {
         "CREATE SCHEMA {theirs}; \
          CREATE FUNCTION {theirs}.always(bigint, bigint) RETURNS bool LANGUAGE sql AS 'SELECT true'; \
          CREATE OPERATOR {theirs}.<= (LEFTARG = bigint, RIGHTARG = bigint, FUNCTION = {theirs}.always); \
+         CREATE OPERATOR {theirs}.= (LEFTARG = bigint, RIGHTARG = bigint, FUNCTION = {theirs}.always); \
          SET search_path = {theirs}, pg_catalog, lockkit, public"
     ))
     .await
@@ -101,6 +102,9 @@ async fn an_operator_of_a_search_path_lets_no_write_through() {
     ] {
         assert!(matches!(refused, Err(FencedError::Stale { .. })), "{refused:?}");
     }
+    let changed = accounts.update_version(&rows, &"mine", now, ("version", 7), "balance = 4", &[]);
+    let changed = changed.await;
+    assert!(matches!(changed, Err(FencedError::Changed { .. })), "{changed:?}");
     assert_eq!(balance(&rows, &table).await, 1);
 }
 
