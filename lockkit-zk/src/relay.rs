@@ -23,9 +23,10 @@ use futures_util::{FutureExt as _, StreamExt as _, stream::FuturesUnordered};
 use tokio::{
     io::{
         AsyncBufReadExt as _, AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _, BufReader,
-        BufWriter, copy, copy_buf, split,
+        BufWriter, copy, split,
     },
     net::{TcpListener, TcpStream},
+    task::coop::consume_budget,
     time::timeout as within,
 };
 use zookeeper_client::Error as ZkError;
@@ -55,9 +56,11 @@ const LONGEST: usize = 8 * 1024 * 1024;
 const PER_EVENT: usize = 256;
 /// The bytes of events that a reply gives leave for: those of one, also with the longest path that a lock has.
 const PER_REPLY: usize = 4 * 1024;
-/// The most bytes of events beyond one for each reply. Each watch has one event, and was set by a request with its reply; so these are for
-/// those of fifty thousand waiters at once, and of ten thousand with the longest paths.
+/// The most bytes of events beyond those that replies gave leave for.
 const MOST_EVENTS: usize = 16 * 1024 * 1024;
+/// The most bytes of events that may come at once. Each watch has one event, and was set by a request with its reply; so these are for those of
+/// two hundred thousand waiters at once, and of forty thousand with the longest paths.
+const MOST_AT_ONCE: usize = 64 * 1024 * 1024;
 /// The number in the place of that of a request with which an event begins.
 const EVENT: [u8; 4] = (-1_i32).to_be_bytes();
 
@@ -197,9 +200,12 @@ pub(crate) async fn connect(host: &str) -> Result<TcpStream> {
 /// Passes on packets until the server ends its connection, or does not keep to the bounds.
 async fn pass_on(server: impl AsyncRead + Unpin, library: impl AsyncWrite + Unpin) -> io::Result<()> {
     let (mut server, mut library) = (BufReader::new(server), BufWriter::new(library));
-    let mut events: usize = 0;
+    let mut leave = MOST_EVENTS;
     loop {
-        if server.buffer().is_empty() {
+        // Others of the runtime have their turn.
+        consume_budget().await;
+        // What is there is passed on together, and does not wait for more.
+        if server.buffer().len() < 2 * EVENT.len() {
             library.flush().await?;
         }
         if server.fill_buf().await?.is_empty() {
@@ -209,20 +215,32 @@ async fn pass_on(server: impl AsyncRead + Unpin, library: impl AsyncWrite + Unpi
         let (length, mut number) = (head as usize, [0; EVENT.len()]);
         let known = length.min(number.len());
         server.read_exact(&mut number[..known]).await?;
-        events = if known == number.len() && number == EVENT {
-            events.saturating_add(length).saturating_add(PER_EVENT)
+        let left = if known == number.len() && number == EVENT {
+            leave.checked_sub(length.saturating_add(PER_EVENT))
         } else {
-            events.saturating_sub(PER_REPLY)
+            Some(MOST_AT_ONCE.min(leave + PER_REPLY))
         };
-        if length > LONGEST || events > MOST_EVENTS {
+        let Some(left) = left.filter(|_| length <= LONGEST) else {
             tracing::warn!("a connection is given up: {TooMuch}");
+            library.flush().await?;
             return Err(io::Error::new(io::ErrorKind::InvalidData, TooMuch));
-        }
+        };
+        leave = left;
         library.write_u32(head).await?;
         library.write_all(&number[..known]).await?;
-        let rest = (length - known) as u64;
-        if copy_buf(&mut (&mut server).take(rest), &mut library).await? < rest {
-            return Ok(());
+        let mut rest = length - known;
+        while rest > 0 {
+            if server.buffer().is_empty() {
+                library.flush().await?;
+            }
+            let piece = server.fill_buf().await?;
+            if piece.is_empty() {
+                return Ok(());
+            }
+            let passed = piece.len().min(rest);
+            library.write_all(&piece[..passed]).await?;
+            server.consume(passed);
+            rest -= passed;
         }
     }
 }
@@ -359,11 +377,12 @@ mod tests {
         // Each reply gives leave for the event of a watch.
         let asked = [packet(&[0; 16]), event()].concat().repeat(100_000);
         let long_path = packet(&[&EVENT[..], &[0; 1024]].concat());
-        let far = [packet(&[0; 16]), long_path].concat().repeat(20_000);
+        let far = [packet(&[0; 16]), long_path.clone()].concat().repeat(20_000);
+        let at_once = [packet(&[0; 16]).repeat(20_000), long_path.repeat(20_000)].concat();
         let long = packet(&vec![7; 1024 * 1024]);
         let short = [packet(&[]), packet(&[1]), packet(&[0xff; 3])].concat();
         let half = packet(&[7; 100])[..50].to_vec();
-        for bytes in [asked, far, event().repeat(10_000), long, short, half] {
+        for bytes in [asked, far, at_once, event().repeat(10_000), long, short, half] {
             let (ended, count) = passed(&bytes).await;
             assert!(ended.is_ok() && count == bytes.len(), "{ended:?}, {count}");
         }
@@ -372,7 +391,8 @@ mod tests {
     #[tokio::test]
     async fn what_nobody_waits_for_ends_the_connection() {
         let long = [&u32::MAX.to_be_bytes()[..], &[0; 64]].concat();
-        for bytes in [event().repeat(100_000), long] {
+        let spared = [packet(&[0; 16]).repeat(100_000), event().repeat(300_000)].concat();
+        for bytes in [event().repeat(100_000), spared, long] {
             let (ended, count) = passed(&bytes).await;
             assert!(ended.is_err() && count < bytes.len(), "{ended:?}, {count}");
         }
