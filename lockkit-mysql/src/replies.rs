@@ -11,21 +11,24 @@ use std::{
     task::{Context, Poll, ready},
 };
 
-use tokio::io::{
-    AsyncBufReadExt as _, AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _, BufReader, BufWriter,
-    ReadBuf, copy_buf,
+use tokio::{
+    io::{
+        AsyncBufReadExt as _, AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _, BufReader,
+        BufWriter, ReadBuf,
+    },
+    task::coop::consume_budget,
 };
 
 use crate::error::code;
 
 /// The longest packet. Each row and each column has one, and is some thousand bytes long at most.
-const LONGEST: u64 = 1024 * 1024;
+const LONGEST: usize = 1024 * 1024;
 /// The most bytes for one request. A semaphore with ten thousand holders is described in less than half of it.
 const MOST: u64 = 8 * 1024 * 1024;
 /// The bytes for which a packet counts beside its own, as it does in memory.
 const PER_PACKET: u64 = 128;
 /// The longest packet that ends a reply.
-const LONGEST_END: u64 = 8;
+const LONGEST_END: usize = 8;
 
 const ERR: u8 = 0xff;
 /// The first bytes of numbers that take three and eight more. The second one also begins the packet that ends a reply.
@@ -59,33 +62,47 @@ impl Replied {
     ) -> io::Result<()> {
         let (mut server, mut library) = (BufReader::new(server), BufWriter::new(library));
         loop {
-            if server.buffer().is_empty() {
+            // Others of the runtime have their turn.
+            consume_budget().await;
+            let mut header = [0; 4];
+            // What is there is passed on together, and does not wait for more.
+            if server.buffer().len() <= header.len() {
                 library.flush().await?;
             }
-            let mut header = [0; 4];
             server.read_exact(&mut header).await?;
             let [one, two, three, sequence] = header;
-            let length = u64::from(u32::from_le_bytes([one, two, three, 0]));
+            let length = u32::from_le_bytes([one, two, three, 0]) as usize;
             let first = match length {
                 0 => None,
                 _ => server.fill_buf().await?.first().copied(),
             };
-            let weight = length + PER_PACKET;
+            let weight = length as u64 + PER_PACKET;
             let replied = self.0.fetch_add(weight, Ordering::Relaxed).saturating_add(weight);
             if let Some(excess) = excess(length, first, replied) {
                 library.write_all(&refusal(sequence, excess)).await?;
                 return library.flush().await;
             }
             library.write_all(&header).await?;
-            if copy_buf(&mut (&mut server).take(length), &mut library).await? < length {
-                return Err(io::ErrorKind::UnexpectedEof.into());
+            let mut rest = length;
+            while rest > 0 {
+                if server.buffer().is_empty() {
+                    library.flush().await?;
+                }
+                let piece = server.fill_buf().await?;
+                if piece.is_empty() {
+                    return Err(io::ErrorKind::UnexpectedEof.into());
+                }
+                let passed = piece.len().min(rest);
+                library.write_all(&piece[..passed]).await?;
+                server.consume(passed);
+                rest -= passed;
             }
         }
     }
 }
 
 /// Returns the bound that is not kept by a packet of this length with this first byte.
-fn excess(length: u64, first: Option<u8>, replied: u64) -> Option<&'static str> {
+fn excess(length: usize, first: Option<u8>, replied: u64) -> Option<&'static str> {
     match first {
         _ if length > LONGEST => {
             Some("the server has sent a packet of more than 1 MiB, which no request asks for")
