@@ -11,9 +11,13 @@ use sqlx::{
     AssertSqlSafe, Connection, Decode, Either, Execute, Executor, MySql, Row,
     mysql::{MySqlConnection, MySqlRow},
 };
-use tokio::time::Instant;
+use tokio::{task::yield_now, time::Instant};
 
 use crate::{NAME, control::Options, error, relay::Open};
+
+/// The rows and results that are read before others of the runtime have their turn: sqlx reads on for as long as there is something to read,
+/// and the relay may be on another thread.
+const TURN: usize = 1_024;
 
 /// A connection, as sqlx has it, and what keeps it open.
 pub(crate) struct Wire(MySqlConnection, Open);
@@ -153,7 +157,12 @@ async fn read(
     let mut parts = connection.fetch_many(query);
     let mut outcomes = Vec::with_capacity(2);
     let mut outcome = Outcome::default();
+    let mut count: usize = 0;
     while let Some(part) = parts.try_next().await? {
+        count += 1;
+        if count.is_multiple_of(TURN) {
+            yield_now().await;
+        }
         match part {
             Either::Right(row) => outcome.rows.push(row),
             Either::Left(done) => {

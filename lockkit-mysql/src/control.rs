@@ -507,7 +507,6 @@ fn not_ended(operation: &'static str, id: u64, why: &Error) -> Error {
 
 impl std::fmt::Debug for Options {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let options = &self.connect;
-        write!(f, "Options({}:{})", options.get_host(), options.get_port())
+        write!(f, "Options({}:{})", self.route.host, self.route.port)
     }
 }
