@@ -171,6 +171,7 @@ impl MySqlConfig {
             host: target.host.clone(),
             port: target.port,
             socket: self.socket.clone(),
+            has_password: target.password.is_some(),
             public_key: self.public_key,
             encryption: Encryption::new(self)?,
             unencrypted: Unencrypted::default(),

@@ -46,12 +46,13 @@ const LAST_WORDS: Duration = Duration::from_millis(200);
 /// The flag of the capabilities with which TLS is asked for: in the second of their bytes.
 const TLS: u8 = 0x08;
 
-/// The way to a server that gets a password, or with which TLS is spoken.
+/// The way to a server.
 #[derive(Clone)]
 pub(crate) struct Route {
     pub(crate) host: String,
     pub(crate) port: u16,
     pub(crate) socket: Option<PathBuf>,
+    pub(crate) has_password: bool,
     pub(crate) public_key: PublicKey,
     pub(crate) encryption: Option<Encryption>,
     pub(crate) unencrypted: Unencrypted,
@@ -149,7 +150,7 @@ impl Route {
         let stream = TcpStream::connect((self.host.as_str(), self.port)).await?;
         let _ = stream.set_nodelay(true);
         let peer = stream.peer_addr()?;
-        if self.encryption.is_none() {
+        if self.encryption.is_none() && self.has_password {
             self.unencrypted.note(NAME, &self.host, Some(peer), "tls=verify");
         }
         let is_local = peer.ip().to_canonical().is_loopback();
@@ -167,6 +168,8 @@ impl Route {
         is_local: bool,
     ) -> std::result::Result<Box<dyn Stream>, End> {
         let trusts = match self.public_key {
+            // There is none to give away.
+            _ if !self.has_password => true,
             PublicKey::Local => is_local,
             PublicKey::Always => true,
             PublicKey::Never => false,

@@ -52,7 +52,7 @@ async fn a_client_has_as_many_tasks_as_documented() {
         let (kind, mode) = scheme.split_once('?').unwrap_or((scheme, ""));
         let is_meant = |url: &&String| url.starts_with(&format!("{kind}:")) && url.ends_with(mode);
         let url = deployments.urls.iter().find(is_meant).unwrap();
-        // With a password, each connection of MySQL has one more task.
+        // Each connection of MySQL has one more task.
         let ports = if kind == "mysql" { ports(url) } else { Vec::new() };
         let between = if url.contains('?') { '&' } else { '?' };
         let url = format!("{url}{between}namespace=tasks");

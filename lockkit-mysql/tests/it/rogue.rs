@@ -364,18 +364,22 @@ async fn a_key_is_believed_where_the_option_says(flavour: Flavour) {
 /// What goes to an address of this machine's own stays on it, too, but that is not known.
 #[tokio::test]
 async fn a_password_beyond_this_host_is_warned_about_once() {
-    for (at, expected) in [(Some(Ipv4Addr::LOCALHOST.into()), 0), (own_address(), 1)] {
+    for (login, at, expected) in [
+        ("me:canary", Some(Ipv4Addr::LOCALHOST.into()), 0),
+        ("me:canary", own_address(), 1),
+        ("me", own_address(), 0),
+    ] {
         let Some(at) = at else { continue };
         let addr = hangs_up(at).unwrap();
         let traces = Traces::default();
         let _recording = tracing::subscriber::set_default(traces.clone());
-        let config = MySqlConfig::new(format!("mysql://me:canary@{addr}/app"));
+        let config = MySqlConfig::new(format!("mysql://{login}@{addr}/app"));
         connect(config).await.unwrap_err();
         let text = traces.text();
         assert_eq!(
             text.matches("is not encrypted").count(),
             expected,
-            "{addr}: {text}"
+            "{login} at {addr}: {text}"
         );
         assert!(!text.contains("canary"), "{text}");
     }
