@@ -120,7 +120,7 @@ local function queue_head() return call('ZRANGE', QUEUE, 0, 0)[1] end
 local function hand_off(owner, mode, ttl, record)
   local client, tokens = client_of(record), string.match(record, '^%S+ (%d+) ')
   -- One that is no number is as good as one that is at its end.
-  local counter = tonumber(redis.pcall('GET', OWN .. 'fence') or 0) or 2 ^ 53
+  local counter = last_token(redis.pcall('GET', OWN .. 'fence')) or 2 ^ 53
   local first = math.max(micros, counter) + 1
   if first > 2 ^ 53 - tokens then
     publish(owner, client, 1)

@@ -3,7 +3,8 @@
 -- Returns the counter, or the clock if that is ahead. A counter that is missing, or older than the last tokens, says nothing about
 -- them, since they began at the clock.
 local counter = redis.call('GET', KEYS[1]) or '0'
-local last = tonumber(counter)
+-- Lua takes `0x10`, `1.5` and `nan` for numbers, too.
+local last = tonumber(string.match(counter, '^-?%d+$'))
 if not last then error('the counter of fencing tokens, ' .. KEYS[1] .. ', is no number; delete the key: tokens go on from the clock') end
 local time = redis.call('TIME')
 last = math.max(last, time[1] * 1000000 + time[2])

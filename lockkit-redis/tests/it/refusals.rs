@@ -298,6 +298,31 @@ async fn a_hand_off_that_may_not_be_written_is_not_pushed() {
     waiting.abort();
 }
 
+/// What may not be removed after the push is no reason to tell of a hold that is not there.
+#[tokio::test]
+async fn a_hand_off_that_was_pushed_is_written() {
+    if no_server() {
+        return;
+    }
+    let server = RedisServer::builder()
+        .user("barred", PASSWORD, "~* &* +@all -hdel")
+        .user("other", PASSWORD, "~* &* +@all")
+        .start()
+        .unwrap();
+    let at = server.addr();
+    let one = client(&format!("redis://barred:{PASSWORD}@{at}")).await;
+    let two = client(&format!("redis://other:{PASSWORD}@{at}")).await;
+    let held = lock(&one, "a", LONG).acquire().await.unwrap();
+    let waiting = waiter(&lock(&two, "a", LONG));
+    waiters(&server, "a", 1).await;
+    let refused = held.release().await.unwrap_err();
+    let text = shown(&refused);
+    assert!(text.contains("HDEL") && text.contains("docs/redis.md"), "{text}");
+    let next = granted(AT_ONCE, "told of it", waiting).await;
+    next.renew().await.unwrap();
+    next.release().await.unwrap();
+}
+
 #[tokio::test]
 async fn a_replica_is_not_taken_for_the_master() {
     if no_server() {
@@ -485,16 +510,26 @@ async fn a_counter_that_is_no_number_says_so() {
         let text = shown(error);
         assert!(text.contains(COUNTER) && text.contains("is no number"), "{text}");
     };
-    let write: [&[&str]; 2] = [&["SET", COUNTER, "many"], &["LPUSH", COUNTER, "1"]];
-    for write in write {
+    // Lua takes some of these for numbers.
+    let texts = ["many", "1.5", "0x10", " 5", "1e3", "nan"];
+    let mut writes = texts.map(|text| ["SET", COUNTER, text]).to_vec();
+    writes.push(["LPUSH", COUNTER, "1"]);
+    for write in writes {
         let held = lock(&client, "a", LONG).acquire().await.unwrap();
         let waiting = waiter(&lock(&other, "a", LONG));
         waiters(&server, "a", 1).await;
         server.cli(&["DEL", COUNTER]).unwrap();
-        server.cli(write).unwrap();
+        server.cli(&write).unwrap();
         says_so(&lock(&client, "b", LONG).try_acquire().await.unwrap_err());
         held.release().await.unwrap();
         says_so(&within(LONG, "told", waiting).await.unwrap().unwrap_err());
+        if write[0] == "SET" {
+            assert_eq!(
+                server.cli(&["GET", COUNTER]).unwrap(),
+                write[2],
+                "it is as it was"
+            );
+        }
         server.cli(&["DEL", COUNTER]).unwrap();
     }
     take(&lock(&client, "b", LONG)).await;
