@@ -3,14 +3,18 @@
 
 use std::{
     fs::{self, File},
+    num::NonZeroU32,
     path::PathBuf,
     time::Duration,
 };
 
 use futures_util::{FutureExt, future::join_all};
 use lockkit_conformance::{Traces, stall::Stopwatch};
-use lockkit_core::{AcquireOptions, FenceGate, FencingToken, Lock, LockClient, LockGuard, LossReason};
-use lockkit_redis::RedisConfig;
+use lockkit_core::{
+    AcquireOptions, FenceGate, FencingToken, Lock, LockClient, LockGuard, LockName, LossReason,
+    spi::{Backend, ClaimRequest, Mode as LockMode, OwnerId},
+};
+use lockkit_redis::{RedisBackend, RedisConfig};
 use lockkit_testbed::{
     Clock, Mode, Port, Proxy, eventually,
     redis::{Fsync, RedisServer},
@@ -118,6 +122,31 @@ async fn locks_that_nobody_contends_for_keep_the_counter_at_the_clock() {
     let seconds: u64 = time.lines().next().unwrap().parse().unwrap();
     let ahead = Duration::from_micros(counter.saturating_sub(seconds * 1_000_000));
     assert!(ahead < 2 * SECOND, "{ahead:?} ahead of the clock");
+}
+
+/// Those of a minute outrun the clock, by which tokens go on otherwise.
+#[tokio::test]
+async fn tokens_that_are_reserved_are_given_to_nobody_else() {
+    const OF_A_MINUTE: u32 = 60_000_000;
+
+    if no_server() {
+        return;
+    }
+    let server = RedisServer::plain().unwrap();
+    let config = RedisConfig::new(server.url());
+    let backend = RedisBackend::connect(config).await.unwrap();
+    let mut last = 0;
+    for (owner, tokens) in [(1, OF_A_MINUTE), (2, 1), (3, 1), (4, OF_A_MINUTE), (5, 1)] {
+        let name = LockName::new(format!("{owner}")).unwrap();
+        let mut request = ClaimRequest::new(name, LockMode::Exclusive, LONG, OwnerId::new(owner));
+        request.tokens = NonZeroU32::new(tokens).unwrap();
+        request.locally_contended = true;
+        let mut claim = backend.claim(&request).await.unwrap();
+        let grant = claim.attempt(Duration::ZERO).await.unwrap().unwrap();
+        assert!(*grant.tokens.start() > last, "{:?} after {last}", grant.tokens);
+        last = *grant.tokens.end();
+        claim.release().await.unwrap();
+    }
 }
 
 /// ✘ fencing: more tokens than microseconds of the clock had been given out when the counter was lost.

@@ -117,6 +117,82 @@ async fn a_dead_waiter_of_a_free_lock_is_not_shown_for_long() {
     assert!(last < BELIEVED + SECOND, "it was shown {last:?} after its death");
 }
 
+/// A lock that is contended for hours has a queue that is never empty. Each newcomer but the first in a minute leaves its end alone.
+#[tokio::test]
+async fn a_queue_that_is_never_empty_does_not_expire() {
+    const MINUTES: i64 = 300_000;
+
+    if no_server() {
+        return;
+    }
+    let server = RedisServer::plain().unwrap();
+    let clients = join_all((0..3).map(|_| client(server.url()))).await;
+    let held = lock(&clients[0], "a", LONG).acquire().await.unwrap();
+    let waiting = waiter(&lock(&clients[1], "a", LONG));
+    waiters(&server, "a", 1).await;
+    let keys = ["queue", "about"].map(|key| format!("lockkit:lockkit#{key}:{{lockkit:a}}"));
+    // It came long ago, as far as the queue shows.
+    let owner = server.cli(&["ZRANGE", &keys[0], "0", "0"]).unwrap();
+    server.cli(&["ZADD", &keys[0], "1000000", &owner]).unwrap();
+    for key in &keys {
+        server.cli(&["PEXPIRE", key, "60000"]).unwrap();
+    }
+    let behind = waiter(&lock(&clients[2], "a", LONG));
+    waiters(&server, "a", 2).await;
+    for key in &keys {
+        let left: i64 = server.cli(&["PTTL", key]).unwrap().parse().unwrap();
+        assert!(left > MINUTES, "{key}: {left}");
+    }
+    held.release().await.unwrap();
+    for waiting in [waiting, behind] {
+        let next = granted(AT_ONCE, "in its place", waiting).await;
+        next.release().await.unwrap();
+    }
+    nothing_is_left(&server, "released").await;
+}
+
+/// An earlier version may have left it there, and a request that came late after the lock was deleted.
+#[tokio::test]
+async fn a_holders_own_place_in_the_queue_is_nobodys() {
+    const KEY: &str = "lockkit:a";
+    const QUEUE: &str = "lockkit:lockkit#queue:{lockkit:a}";
+    const ENTRIES: &str = "lockkit:lockkit#about:{lockkit:a}";
+
+    if no_server() {
+        return;
+    }
+    let server = RedisServer::plain().unwrap();
+    let client = client(server.url()).await;
+    let next = format!("{:032x}", 7);
+    for is_first in [true, false] {
+        let held = lock(&client, "a", LONG).acquire().await.unwrap();
+        let value = server.cli(&["GET", KEY]).unwrap();
+        let words: Vec<_> = value[8..].split(' ').collect();
+        let (owner, channel) = (words[0], words[3]);
+        let waited_for = value.replacen(':', "+", 1);
+        server.cli(&["SET", KEY, &waited_for, "PX", "40000"]).unwrap();
+        let time = server.cli(&["TIME"]).unwrap();
+        let now = time.lines().next().unwrap();
+        // The next is of the same client, which is connected and knows nothing of it.
+        let (places, left) = if is_first {
+            (vec![owner], "(nil)".to_owned())
+        } else {
+            (vec![&*next, owner], format!("lockkit:{next} "))
+        };
+        for (place, owner) in places.iter().enumerate() {
+            let arrival = format!("{now}00000{place}");
+            server.cli(&["ZADD", QUEUE, &arrival, owner]).unwrap();
+            let entry = format!("x 30000 {owner} 1 %d {channel} ");
+            server.cli(&["HSET", ENTRIES, owner, &entry]).unwrap();
+        }
+        held.release().await.unwrap();
+        let value = server.cli(&["GET", KEY]).unwrap();
+        assert!(value.starts_with(&left), "{value}, and not {left}");
+        assert_eq!(server.cli(&["EXISTS", QUEUE]).unwrap(), "0");
+        server.cli(&["DEL", KEY, ENTRIES]).unwrap();
+    }
+}
+
 /// Its place is before theirs, and it cannot be served before the holder goes. It counts as alive for ten seconds.
 #[tokio::test]
 async fn a_dead_waiter_keeps_out_nobody_whom_it_would_not_fit() {
