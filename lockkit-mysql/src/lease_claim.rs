@@ -316,7 +316,7 @@ impl LeaseClaim {
                 Some(_) => return Ok(false),
                 None => {}
             }
-            if !session.has_reply() {
+            if !session.was_replied_to().await {
                 self.abandon_wait();
                 return Err(error::waiter_went_dead());
             }

@@ -751,7 +751,8 @@ async fn wait_in_queue(
         let _ = timeout(WAITS_UNASKED, session.receive()).await;
         return Ok(Wait::Unknown);
     }
-    Ok(Wait::Dead)
+    let is_alive = session.was_replied_to().await;
+    Ok(if is_alive { Wait::Over } else { Wait::Dead })
 }
 
 /// A reservation that was replied to.

@@ -35,6 +35,9 @@ const MAINTENANCE_INTERVAL: Duration = Duration::from_secs(5);
 /// A session that the server would end within this time is not used.
 const EXPIRY_MARGIN: Duration = Duration::from_millis(200);
 
+/// The time for which a reply that the server has sent may be with the [relay](crate::relay).
+const RELAYED_WITHIN: Duration = Duration::from_millis(100);
+
 /// A connection may be dead if a reply takes longer. It is abandoned for another.
 pub(crate) const REPLY_TIMEOUT: Duration = Duration::from_secs(1);
 
@@ -518,6 +521,14 @@ impl Session {
     /// True if no reply is due. Sends the request if that has not happened yet, and waits for nothing.
     pub(crate) fn has_reply(&mut self) -> bool {
         self.receive().now_or_never().is_some()
+    }
+
+    /// Waits for the reply of a server that is no longer at the statement. False if the connection is dead.
+    ///
+    /// # Cancel safety
+    /// As [`receive`](Self::receive).
+    pub(crate) async fn was_replied_to(&mut self) -> bool {
+        timeout(RELAYED_WITHIN, self.receive()).await.is_ok()
     }
 
     /// Takes the reply that was received, without the results of what the session itself had added to the request.
