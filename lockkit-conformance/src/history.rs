@@ -156,7 +156,7 @@ pub struct Sight {
 pub struct Limits {
     /// The time for which nobody may hold a lock with waiters: the lease, the back-off, and an allowance.
     pub idle: Duration,
-    /// From when on `idle` counts: the moment at which the last fault had healed.
+    /// The moment at which the last fault had healed: `idle` counts from then on.
     pub healed: Nanos,
     /// The time within which a holder is told that the server dropped its hold.
     pub detection: Duration,

@@ -2,9 +2,12 @@
 //!
 //! A [`LockClient`] brings its own runtime: one background thread, which renews leases and releases what was dropped.
 //! All that is made of one client shares it, and keeps it: locks and guards, elections, candidates and observers. Once the last of all
-//! these is gone, the runtime finishes the releases that are under way. One that the server does not confirm is tried again for a
-//! [`ttl`](AcquireOptions::ttl), the longest that the hold has asked for, and an [`op_timeout`](AcquireOptions::op_timeout), and the last
-//! try may take another `op_timeout`. Then the runtime closes the connections, for which a server has five seconds, and ends.
+//! these is gone, the runtime finishes in this order:
+//!
+//! 1. It waits for the releases that are under way. One that the server does not confirm is tried again, until the lease must be over:
+//!    for the longest [`ttl`](AcquireOptions::ttl) that the hold has asked for and one [`op_timeout`](AcquireOptions::op_timeout). The
+//!    last try may take another `op_timeout`.
+//! 2. It closes the connections, for which a server has five seconds, and ends.
 //!
 //! ```
 //! use lockkit_core::{MemoryBackend, blocking::LockClient};

@@ -46,7 +46,8 @@ const FOLLOWS_WITHIN: Duration = Duration::from_secs(1);
 
 /// A lock server in this process.
 ///
-/// Clones share one space of locks. A lock leaves nothing behind but a counter of fencing tokens, which it shares with others.
+/// Clones share one space of locks. A lock that nobody uses leaves nothing behind. Fencing tokens rise per name, with gaps, and two
+/// names may have the same one: each counter of tokens is for many names.
 ///
 /// ```
 /// use lockkit_core::{LockClient, MemoryBackend};

@@ -14,9 +14,9 @@
 //! floor do the same, and have the last token in its place. They take the floor for the last token, so old and new
 //! versions may share files.
 //!
-//! Holders that do not exclude each other write side by side, each in a lane: two copies of its own in either file.
-//! So a writer that is stopped blocks nobody. Tokens continue from the highest of all lanes. Each lane mints only
-//! those tokens that leave its number when divided by the number of lanes.
+//! Shared holders and permits do not exclude each other, so they write side by side, each in a *lane*: two copies of its
+//! own in either file. So a writer that is stopped blocks nobody. Tokens continue from the highest of all lanes. No two
+//! lanes mint the same token: each has those that leave its number when divided by the number of lanes.
 
 use std::{
     fs::File,

@@ -123,7 +123,7 @@ impl Intake {
     }
 }
 
-/// Of the kind with which a connection ends for the client library.
+/// Returns the error that a reader gets in the place of more: of a kind with which a connection ends for the client library.
 fn ended(excess: &'static str) -> io::Error {
     io::Error::new(io::ErrorKind::ConnectionAborted, excess)
 }

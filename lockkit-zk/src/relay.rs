@@ -1,12 +1,13 @@
 //! The way of the client library's bytes to a server and back.
 //!
-//! The client library has no bounds. It reads for as long as there is something to read, whatever else its runtime has to do, makes room for
-//! whatever length a packet promises, and has a request for each event that nobody waits for. It connects to a TCP port and to nothing else.
-//! Its own TLS brings a second cryptographic provider, cannot do without verification, panics at some host names, and says nothing of why it
-//! failed. So lockkit has the connection to the server, with TLS or without, and the library connects to a port of this process.
+//! lockkit has the connection to the server, with TLS or without, and the client library connects to a port of this process, since it can
+//! connect to nothing else than a TCP port. What it lacks is done on the way:
 //!
-//! One task has both, so that the library never reads while more comes. What a server sends passes in turns with all else of the runtime, and
-//! ends at the bounds.
+//! - *Bounds.* The library reads for as long as there is something to read, whatever else its runtime has to do, makes room for whatever
+//!   length a packet promises, and has a request for each event that nobody waits for. Here one task reads from the server and writes to
+//!   the library, in turns with all else of the runtime, and ends the connection at the bounds.
+//! - *TLS.* That of the library brings a second cryptographic provider, cannot do without verification, panics at some host names, and says
+//!   nothing of why it failed.
 //!
 //! That port is on the loopback interface, where any process of the host can connect. The relay serves only the one that asks
 //! for a session timeout which nobody else knows, and then asks the server for the real one. The password of a user does not

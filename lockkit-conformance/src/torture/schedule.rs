@@ -57,7 +57,7 @@ impl Shape {
 pub struct Schedule {
     /// The seed that it was made from.
     pub seed: u64,
-    /// From when on nothing new begins.
+    /// The time after which nothing new begins.
     pub span: Millis,
     /// The sizes of the semaphores. Their names are numbered, as those of the locks are.
     pub sizes: Vec<u32>,

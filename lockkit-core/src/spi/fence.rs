@@ -1,8 +1,8 @@
-//! Raised tokens, for backends whose tokens are numbers that the server gives to everything, such as those of its transactions: a base
-//! that is added to them from some number on. Pure.
+//! Raised tokens, for backends whose tokens are numbers that the server counts anyway, such as those of its transactions.
 //!
-//! The base is kept at the server, with the bases before it. So everybody makes the same token of a number, also of one from before the
-//! last raise, and whenever he asks.
+//! Such a number cannot be raised. So a *base* is added to it to make the token. To raise tokens is to write a higher base at the
+//! server, which counts for the numbers after that write. The bases before it are kept beside it: so everybody makes the same token
+//! of a number, at any time, also of one from before the last raise. This module is without I/O.
 //!
 //! ```
 //! use lockkit_core::spi::fence::Bases;

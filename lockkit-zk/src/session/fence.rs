@@ -1,9 +1,10 @@
 //! Tokens: the transactions that made nodes, and what was added to them since tokens were raised.
 //!
-//! The bases are in a node that each session watches on its connection. A server tells what happened first before it answers what was
-//! asked later. So while that watch is quiet, no base was written before the last transaction that the session was told of. A session
-//! whose watch has told something, or has lost its connection, reads the node before it makes another token. The bases say from which
-//! transaction on each counts. So a transaction has one token for good, and it does not matter who reads it when.
+//! The [bases](lockkit_core::spi::fence) are in a node. They say from which transaction on each counts, so a transaction has one token for
+//! good, whoever makes it and whenever. A session only has to know the bases up to that transaction, and it does not read the node each
+//! time: it watches the node on its connection. A server tells of a change before it tells of anything later. So while the watch is quiet,
+//! no base was written before the last transaction that the session was told of. Once the watch has told something, or has lost its
+//! connection, the session reads the node before it makes another token.
 
 use std::iter::successors;
 
