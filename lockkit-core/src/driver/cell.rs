@@ -427,9 +427,16 @@ impl<C> HoldCell<C> {
 
     /// Adopts a lease as [`extend`](Self::extend) does, which no renewal has confirmed: a renewal that fails goes on failing.
     pub(crate) fn count_with(&self, valid_until: Option<Moment>, now: Moment) -> bool {
-        self.update(Some(now), |state, _| {
+        self.update(Some(now), |state, wakes| {
             let alive = state.alive();
             if alive {
+                let known = state.valid_until.map(|known| known.seen_from(now));
+                let is_sooner = |end: Moment| known.is_none_or(|known| end.seen_from(now) < known);
+                if valid_until.is_some_and(is_sooner) {
+                    // It may be waiting for the end that was known, while whoever has the claim never goes on. If it renews by itself,
+                    // that goes on.
+                    wakes.wakers.extend(state.worker.take());
+                }
                 state.valid_until = valid_until;
                 state.renewed_for =
                     valid_until.map(|end| end.seen_from(now).saturating_duration_since(now.at));

@@ -340,6 +340,29 @@ async fn what_is_not_confirmed_counts_and_is_no_renewal() {
     }
 }
 
+/// Whoever renews by hand keeps the claim from the worker, which tells the loss all the same.
+#[tokio::test(start_paused = true)]
+async fn less_that_a_forgotten_renewal_proves_is_told_in_time() {
+    let probe = Probe::default();
+    let lock = LockClient::new(probe.clone()).lock("a").unwrap();
+    let options = AcquireOptions::new().ttl(60 * SECOND).renew(false);
+    let guard = lock.acquire_with(&options).await.unwrap();
+    // The worker keeps it alive by then.
+    tokio::time::sleep(SECOND).await;
+    *probe.silent.lock().unwrap() = Some(6 * SECOND);
+    let mut forgotten = Box::pin(guard.renew());
+    while guard.valid_until().unwrap() > Instant::now() + 6 * SECOND {
+        assert!(forgotten.as_mut().now_or_never().is_none());
+        // The worker has the claim at first.
+        tokio::task::yield_now().await;
+    }
+    let asked = Instant::now();
+    let told = tokio::spawn(guard.lost());
+    assert_eq!(told.await.unwrap(), LossReason::Expired);
+    assert!(asked.elapsed() <= 6 * SECOND, "told after {:?}", asked.elapsed());
+    drop(forgotten);
+}
+
 /// Polls on a thread that has no runtime, as another executor would.
 fn outside<F: Future + Send>(future: F) -> F::Output
 where
