@@ -112,6 +112,12 @@ impl Record {
         self.cell.end(now).map(|end| end.seen_from(now))
     }
 
+    /// Returns whether its lease is over, also if it is being released. A hold without a lease has no end of its own.
+    pub(crate) fn is_over(&self) -> bool {
+        let now = self.now();
+        self.cell.end(now).is_some_and(|end| now.has_reached(end))
+    }
+
     pub(crate) fn not_lost(&self) -> Result<()> {
         match self.cell.phase(self.now()) {
             Phase::Lost(reason) => Err(self.lost(reason)),

@@ -35,7 +35,8 @@ pub(crate) struct LockQueue {
     pub(crate) id: LockId,
     pub(crate) mode: Mode,
     state: Mutex<QueueState>,
-    /// The slot's owner holds the lock or is releasing it: those behind it need no server to know that the lock is taken.
+    /// The slot's owner holds the lock or is releasing it: until its lease is over, those behind it need no server to know that the lock
+    /// is taken.
     is_holding: AtomicBool,
     /// Since the last claim was opened, a waiter has joined, or was still queued when another got the slot. A hint only: the
     /// next claim reserves tokens for hand-offs then.
@@ -207,10 +208,16 @@ impl LockQueue {
     }
 
     pub(crate) fn last_reply(&self) -> LastReply {
-        if self.is_holding.load(Ordering::Acquire) {
+        let state = self.state.lock();
+        if self.is_known_taken(&state) {
             return LastReply::Taken(Instant::now());
         }
-        self.state.lock().last_reply.clone()
+        state.last_reply.clone()
+    }
+
+    /// Of a release without an answer, nobody knows more once the lease is over.
+    fn is_known_taken(&self, state: &QueueState) -> bool {
+        self.is_holding.load(Ordering::Acquire) && state.register.lasts()
     }
 
     /// Lets the caller ask the server for all that are behind the slot's owner, unless another does.
@@ -320,8 +327,8 @@ impl LockQueue {
     /// Forgets a hold that has ended, and gives up the `slot` that it had.
     pub(crate) fn end(&self, hold: &Hold, slot: Option<SlotGeneration>) {
         let mut state = self.state.lock();
-        let left = state.register.leave(hold);
         let waker = slot.and_then(|slot| self.pass_locked(&mut state, slot));
+        let left = state.register.leave(hold);
         drop(state);
         waker.into_iter().for_each(Waker::wake);
         if !matches!(left, Some((_, true))) {
@@ -387,7 +394,7 @@ impl LockQueue {
         if state.slot.is_idle() {
             state.last_reply = LastReply::Unknown;
             self.has_waiters.store(false, Ordering::Relaxed);
-        } else if self.is_holding.load(Ordering::Relaxed) {
+        } else if self.is_known_taken(state) {
             // The last that the others know is that this client had it.
             state.last_reply = LastReply::Taken(Instant::now());
         }

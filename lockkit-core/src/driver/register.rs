@@ -142,6 +142,12 @@ impl Register {
             .collect()
     }
 
+    /// Returns whether the lease of one of them is not over, whatever else has become of it.
+    pub(crate) fn lasts(&self) -> bool {
+        let mut holds = self.entries.iter().filter_map(|entry| entry.hold.as_ref());
+        holds.any(|hold| !hold.is_over())
+    }
+
     pub(crate) fn is_empty(&self) -> bool {
         self.free.len() == self.entries.len()
     }

@@ -473,6 +473,38 @@ async fn who_waits_behind_a_release_hears_taken_for_a_second() {
     first.abort();
 }
 
+/// The server is silent, and the lease is over before the release is given up: nobody knows any more who has the lock.
+#[tokio::test(start_paused = true)]
+async fn who_waits_behind_a_release_beyond_its_lease_asks() {
+    let backend = MemoryBackend::new();
+    let options = AcquireOptions::new().ttl(SECOND).op_timeout(5 * SECOND);
+    let lock = LockClient::new(backend.clone()).lock("job").unwrap();
+    let lock = lock.with_options(options);
+    let guard = lock.acquire().await.unwrap();
+    for point in [FaultPoint::Release, FaultPoint::Attempt] {
+        backend.delay(point, 60 * SECOND);
+    }
+    let release = tokio::spawn(guard.release());
+    tokio::task::yield_now().await;
+    let waiting = |wait| {
+        let lock = lock.clone();
+        tokio::spawn(async move { lock.acquire_timeout(wait).await })
+    };
+    // The first gets the slot when the release is given up. The others are behind it all the time.
+    let first = waiting(60 * SECOND);
+    tokio::task::yield_now().await;
+    let within_it = waiting(500 * MS);
+    let beyond = [waiting(2 * SECOND), waiting(5_500 * MS)];
+    let error = within_it.await.unwrap().unwrap_err();
+    assert!(error.is_timeout(), "{error}");
+    for waiter in beyond {
+        let error = waiter.await.unwrap().unwrap_err();
+        assert!(error.is_transient() && !error.is_timeout(), "{error}");
+    }
+    assert!(release.await.unwrap().unwrap_err().is_transient());
+    first.abort();
+}
+
 /// The one that waits at the server heard that it was taken when it began, and has rested since.
 #[tokio::test(start_paused = true)]
 async fn who_waits_behind_others_hears_no_old_word() {
