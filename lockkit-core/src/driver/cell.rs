@@ -488,11 +488,7 @@ impl<C> HoldCell<C> {
     /// Returns what is left of the hold if its last renewal failed, or it is not renewed any more.
     pub(crate) fn renewal_failing(&self, now: Moment) -> Option<Duration> {
         let state = self.state.lock();
-        let ends = if state.limit_is_over(now) {
-            Some(state.end(now))
-        } else {
-            state.renewal_failing.then_some(state.valid_until)
-        };
+        let ends = (state.renewal_failing || state.limit_is_over(now)).then(|| state.end(now));
         let left = |end: Option<Moment>| {
             end.map_or(Duration::MAX, |end| {
                 end.seen_from(now).saturating_duration_since(now.at)

@@ -264,13 +264,16 @@ impl Hold {
             loop {
                 // Before the end is read: there is one as soon as this is not to come any more.
                 let max_hold = self.max_hold_to_come();
-                if let Some(end) = self.valid_until() {
-                    // By then, a server that counts the lease has ended the hold by itself. So whoever asked can tell that from
-                    // a release.
+                // By then, a server that counts the lease has ended the hold by itself. So whoever asked can tell that from a release.
+                let by_then = self.valid_until().map(|end| {
                     let length = self.lease_length().unwrap_or(self.request.ttl);
-                    return tokio::time::sleep_until(end + length / 50 + Duration::from_millis(50)).await;
+                    end + length / 50 + Duration::from_millis(50)
+                });
+                if by_then.is_some_and(|at| Instant::now() >= at) {
+                    return;
                 }
-                match max_hold {
+                // Meanwhile a session may prove more than it does now.
+                match by_then.or(max_hold) {
                     Some(at) => tokio::time::sleep_until(at).await,
                     None => pending().await,
                 }

@@ -13,7 +13,7 @@ use std::{
 use async_trait::async_trait;
 use lockkit_core::{
     AcquireOptions, DistributedLock, Error, Lock, LockClient, LockGuard, LockId, LockKind, LockName,
-    LockState, LossReason, MemoryBackend, ReentrantLock, ReentrantOwner, Result, acquire_all,
+    LockState, LossReason, MemoryBackend, ReentrantLock, ReentrantOwner, Result, Revocation, acquire_all,
     memory::FaultPoint,
     spi::{Backend, BackendInfo, Claim, ClaimRequest, Grant, Mode, OwnerId, Renewal, SessionProof, chain},
 };
@@ -354,9 +354,9 @@ async fn a_backend_at_the_limits_does_not_make_the_driver_panic() {
     assert_eq!(tokens, [u64::MAX, u64::MAX - 1], "handed on, then by the server");
 }
 
-/// A backend whose holds end with a session, and which replies to no renewal.
+/// A backend whose holds end with a session, and which replies to renewals or not.
 #[derive(Clone, Debug)]
-struct InSession(MemoryBackend, Arc<watch::Sender<Proven>>);
+struct InSession(MemoryBackend, Arc<watch::Sender<Proven>>, bool);
 
 type Proven = std::result::Result<Instant, LossReason>;
 
@@ -368,7 +368,7 @@ impl Backend for InSession {
 
     async fn claim(&self, request: &ClaimRequest) -> Result<Box<dyn Claim>> {
         let claim = self.0.claim(request).await?;
-        Ok(Box::new(InSessionClaim(claim, self.1.clone())))
+        Ok(Box::new(InSessionClaim(claim, self.1.clone(), self.2)))
     }
 
     async fn inspect(&self, name: &LockName, kind: LockKind) -> Result<LockState> {
@@ -381,7 +381,7 @@ impl Backend for InSession {
 }
 
 #[derive(Debug)]
-struct InSessionClaim(Box<dyn Claim>, Arc<watch::Sender<Proven>>);
+struct InSessionClaim(Box<dyn Claim>, Arc<watch::Sender<Proven>>, bool);
 
 #[async_trait]
 impl Claim for InSessionClaim {
@@ -390,6 +390,9 @@ impl Claim for InSessionClaim {
     }
 
     async fn renew(&mut self) -> Result<Renewal> {
+        if self.2 {
+            return self.0.renew().await;
+        }
         std::future::pending().await
     }
 
@@ -406,13 +409,18 @@ impl Claim for InSessionClaim {
     }
 }
 
+fn in_session(proven: Instant, replies: bool) -> InSession {
+    let proof = watch::Sender::new(Ok(proven));
+    InSession(MemoryBackend::new(), Arc::new(proof), replies)
+}
+
 /// The worker has the claim, or a renewal by hand that is neither polled nor dropped.
 #[tokio::test(start_paused = true)]
 async fn a_hold_ends_with_what_its_session_proves() {
     for forgotten in [false, true] {
         for ends in [LossReason::Expired, LossReason::Disconnected] {
             let (now, hour) = (Instant::now(), 3_600 * SECOND);
-            let backend = InSession(MemoryBackend::new(), Arc::new(watch::Sender::new(Ok(now + hour))));
+            let backend = in_session(now + hour, false);
             let options = AcquireOptions::new().ttl(60 * SECOND).renew(false);
             let lock = LockClient::new(backend.clone()).lock("a").unwrap();
             let guard = lock.with_options(options).acquire().await.unwrap();
@@ -440,6 +448,49 @@ async fn a_hold_ends_with_what_its_session_proves() {
             assert!(now.elapsed() < 10 * SECOND, "forgotten: {forgotten}");
         }
     }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_warning_says_what_the_session_leaves() {
+    let now = Instant::now();
+    let backend = in_session(now + 3_600 * SECOND, false);
+    let options = AcquireOptions::new()
+        .ttl(60 * SECOND)
+        .op_timeout(SECOND)
+        .renew(false);
+    let lock = LockClient::new(backend.clone()).lock("a").unwrap();
+    let guard = lock.acquire_with(&options).await.unwrap();
+    assert!(guard.renew().await.unwrap_err().is_transient());
+    backend.1.send(Ok(now + 5 * SECOND)).unwrap();
+    let left = guard.renewal_failing().await;
+    assert!(left <= 4 * SECOND, "{left:?}");
+}
+
+/// Less was proven when it was asked back, and more is since. Its user goes by what it is shown.
+#[tokio::test(start_paused = true)]
+async fn an_asked_hold_is_kept_for_as_long_as_is_proven() {
+    let now = Instant::now();
+    let backend = in_session(now + 5 * SECOND, true);
+    let options = AcquireOptions::new().ttl(60 * SECOND);
+    let lock = LockClient::new(backend.clone()).lock("a").unwrap();
+    let guard = lock.acquire_with(&options).await.unwrap();
+    // Its claim listens by then.
+    tokio::time::sleep(100 * MS).await;
+    let others = client(&backend.0);
+    let asked = others.revoke("a", guard.token(), Duration::ZERO).await.unwrap();
+    assert_ne!(asked, Revocation::NotHeld);
+    assert_eq!(guard.lost().await, LossReason::Asked);
+    tokio::time::sleep(SECOND).await;
+    backend.1.send(Ok(now + 9 * SECOND)).unwrap();
+    let until = guard.valid_until().unwrap();
+    assert!(until > now + 8 * SECOND, "{:?}", until - now);
+    tokio::time::sleep_until(until - MS).await;
+    let other = others.lock("a").unwrap();
+    assert!(
+        other.try_acquire().await.unwrap().is_none(),
+        "its user may use it"
+    );
+    drop(other.acquire_timeout(3 * SECOND).await.unwrap());
 }
 
 /// Memory that pushes what it grants: the lease begins long before, is short if the hold is renewed, and each claim hints
