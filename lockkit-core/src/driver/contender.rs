@@ -49,6 +49,7 @@ pub(crate) struct Contender {
 #[derive(Debug)]
 struct Ttls {
     last: Duration,
+    shortest: Duration,
     longest: Duration,
 }
 
@@ -92,10 +93,20 @@ impl Contender {
             .map_or(self.request.ttl, |ttls| ttls.longest)
     }
 
+    /// The shortest ttl that its claim has asked for: a request that comes late may leave it to that.
+    pub(crate) fn shortest_ttl(&self) -> Duration {
+        self.other_ttls
+            .as_ref()
+            .map_or(self.request.ttl, |ttls| ttls.shortest)
+    }
+
     /// Notes that its claim asks for this ttl from now on.
     pub(crate) fn set_ttl(&mut self, ttl: Duration) {
-        let longest = self.longest_ttl().max(ttl);
-        self.other_ttls = Some(Box::new(Ttls { last: ttl, longest }));
+        self.other_ttls = Some(Box::new(Ttls {
+            last: ttl,
+            shortest: self.shortest_ttl().min(ttl),
+            longest: self.longest_ttl().max(ttl),
+        }));
     }
 
     /// Has its release leave it to a lease until this time.

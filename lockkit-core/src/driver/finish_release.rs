@@ -233,7 +233,7 @@ pub(crate) async fn clean_up(mut contender: Contender) {
         let mut pause = backoff.next();
         if has_rest {
             // An earlier renewal that comes late leaves the hold to a lease of its ttl: that must not end before the next try.
-            pause = pause.min((request.ttl / 4).max(Duration::from_millis(20)));
+            pause = pause.min((contender.shortest_ttl() / 4).max(Duration::from_millis(20)));
         }
         tokio::select! {
             _ = queue.core.over("release", Core::is_open), if is_refused => {}

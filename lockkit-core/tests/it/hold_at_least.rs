@@ -219,15 +219,23 @@ async fn a_release_that_fails_is_repeated_and_leaves_it_taken() {
 /// Whoever has an earlier renewal under way cannot tell how long the server will keep the rest: the late one leaves it to the ttl.
 #[tokio::test(start_paused = true)]
 async fn what_a_late_renewal_may_shorten_is_asked_again_in_time() {
-    for ttl in [100 * MS, SECOND, TTL] {
+    for (first, ttl) in [
+        (100 * MS, 100 * MS),
+        (SECOND, SECOND),
+        (TTL, TTL),
+        (TTL, 100 * MS),
+    ] {
         let probe = Probe {
             renewed_for: Some(ttl),
             ..Probe::default()
         };
         let client = LockClient::new(probe.clone());
-        let options = AcquireOptions::new().ttl(ttl).hold_at_least(LEAST);
+        let options = AcquireOptions::new().ttl(first).hold_at_least(LEAST);
         let guard = client.lock("a").unwrap().acquire_with(&options).await.unwrap();
         let granted = Instant::now();
+        if ttl != first {
+            guard.set_ttl(ttl).await.unwrap();
+        }
         assert!(guard.release().await.unwrap_err().is_transient());
         let asked = || probe.counts.calls().1;
         // By the backoff alone, the pauses would grow to a second.
