@@ -37,9 +37,10 @@ pub(crate) async fn release(hold: &Hold) -> Result<()> {
 /// it is dropped half-way, the worker does the rest.
 pub(crate) async fn finish_release(hold: &Hold, contender: Option<Contender>, now: Moment) -> Result<()> {
     let mut registration = Registration { hold, slot: None };
-    let mut contender = match contender.or_else(|| hold.recall()) {
-        Some(contender) => contender,
-        None => Box::pin(reclaim(hold.clone())).await?,
+    let (mut contender, now) = match contender.or_else(|| hold.recall()) {
+        Some(contender) => (contender, now),
+        // That may have taken a while, if nobody polled this.
+        None => (Box::pin(reclaim(hold.clone())).await?, hold.now()),
     };
     contender.keep_until(hold.not_before());
     if hand_off(hold, &mut contender, now).await {

@@ -253,6 +253,33 @@ async fn a_dropped_release_still_hands_off() {
     assert!(heir.is_held());
 }
 
+/// The release finds the worker at work on the claim, and is polled again when the lease is over. That is not passed on.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_release_that_nobody_polled_costs_no_heir_its_turn() {
+    let ttl = 2 * SECOND;
+    let probe = Probe::default();
+    let lock = LockClient::new(probe.clone()).lock("a").unwrap();
+    let lock = lock.with_options(AcquireOptions::new().ttl(ttl));
+    let guard = lock.acquire().await.unwrap();
+    let [mut first, mut second] = [(); 2].map(|()| Box::pin(lock.acquire()));
+    for heir in [&mut first, &mut second] {
+        assert!(heir.as_mut().now_or_never().is_none());
+    }
+    let barrier = Arc::new(Barrier::new(2));
+    *probe.barrier.lock().unwrap() = Some(barrier.clone());
+    probe.hint.notify_one();
+    barrier.wait();
+    let mut release = Box::pin(guard.release());
+    assert!(release.as_mut().now_or_never().is_none());
+    barrier.wait();
+    tokio::time::sleep(ttl + 100 * MS).await;
+    let _ = release.await;
+    // The second is not polled: behind it, the first would wait.
+    let first = tokio::time::timeout(10 * SECOND, first).await;
+    drop(first.expect("it has lost its turn").unwrap());
+    drop(second.await.unwrap());
+}
+
 /// A proof may be old when it comes: a session's last heartbeat, say.
 #[tokio::test(start_paused = true)]
 async fn a_backend_whose_proofs_are_old_is_not_asked_without_end() {
