@@ -290,6 +290,10 @@ impl LockQueue {
     pub(crate) fn register(self: &Arc<Self>, hold: &Hold, now: Instant) {
         let mut state = self.state.lock();
         state.contending -= 1;
+        if self.is_holding.load(Ordering::Relaxed) {
+            // What was heard before the grant says nothing once the hold is over.
+            state.last_reply = LastReply::Unknown;
+        }
         let adopt_at = state.register.enter(hold, now);
         drop(state);
         self.is_registered(hold, adopt_at);

@@ -505,6 +505,22 @@ async fn who_waits_behind_a_release_beyond_its_lease_asks() {
     first.abort();
 }
 
+/// The server has released it, and only the reply is missing. That an attempt failed before the grant is an old word.
+#[tokio::test(start_paused = true)]
+async fn who_waits_behind_a_release_gets_what_is_free() {
+    let backend = MemoryBackend::new();
+    let lock = LockClient::new(backend.clone()).lock("job").unwrap();
+    let lock = lock.with_options(AcquireOptions::new().ttl(SECOND));
+    backend.fail_next(FaultPoint::Attempt, 1);
+    let guard = lock.acquire().await.unwrap();
+    backend.delay(FaultPoint::Release, 60 * SECOND);
+    let release = tokio::spawn(guard.release());
+    tokio::task::yield_now().await;
+    let next = lock.acquire_timeout(2 * SECOND).await.unwrap();
+    assert!(next.is_held());
+    assert!(release.await.unwrap().unwrap_err().is_transient());
+}
+
 /// The one that waits at the server heard that it was taken when it began, and has rested since.
 #[tokio::test(start_paused = true)]
 async fn who_waits_behind_others_hears_no_old_word() {
