@@ -21,10 +21,6 @@ CREATE TABLE IF NOT EXISTS lockkit_fence (
     reserved BIGINT UNSIGNED NOT NULL DEFAULT 0
 ) ENGINE=InnoDB";
 
-/// An earlier version drew its tokens from this column and called it `token`. Beside it, a later version would issue lower tokens
-/// after higher ones. So each fails on the other's table.
-const RENAME: &str = "ALTER TABLE lockkit_fence CHANGE token reserved BIGINT UNSIGNED NOT NULL DEFAULT 0";
-
 /// The mapping of tickets to tokens per name, see [`Mapping`](crate::tokens::Mapping). Not in the row that is locked, since it is
 /// committed while readers share that one.
 const MAP: &str = "\
@@ -73,13 +69,6 @@ CREATE TABLE IF NOT EXISTS lockkit_lease (
     label VARBINARY(256),
     full_name VARBINARY(1024)
 ) ENGINE=InnoDB";
-
-/// Columns that a table of an earlier version may lack, and their types.
-const ADDED: [(&str, &str, &str); 3] = [
-    ("lockkit_holder", "full_name", "VARBINARY(1024)"),
-    ("lockkit_lease", "full_name", "VARBINARY(1024)"),
-    ("lockkit_lease", "asked", "BIGINT UNSIGNED NOT NULL DEFAULT 0"),
-];
 
 fn tables(mode: Mode) -> &'static [(&'static str, &'static str)] {
     match mode {
@@ -177,16 +166,9 @@ fn question(mode: Mode) -> String {
     let names: Vec<_> = tables(mode).iter().map(|(name, _)| format!("'{name}'")).collect();
     let names = names.join(", ");
     format!(
-        "SELECT t.TABLE_NAME, t.ENGINE, c.DATA_TYPE, c.CHARACTER_MAXIMUM_LENGTH, o.COLUMN_NAME, f.COLUMN_NAME, \
-         a.COLUMN_NAME FROM information_schema.TABLES t \
+        "SELECT t.TABLE_NAME, t.ENGINE, c.DATA_TYPE, c.CHARACTER_MAXIMUM_LENGTH FROM information_schema.TABLES t \
          LEFT JOIN information_schema.COLUMNS c ON c.TABLE_SCHEMA = t.TABLE_SCHEMA AND c.TABLE_NAME = t.TABLE_NAME \
-         AND c.COLUMN_NAME = 'name' \
-         LEFT JOIN information_schema.COLUMNS o ON o.TABLE_SCHEMA = t.TABLE_SCHEMA AND o.TABLE_NAME = t.TABLE_NAME \
-         AND t.TABLE_NAME = 'lockkit_fence' AND o.COLUMN_NAME = 'token' \
-         LEFT JOIN information_schema.COLUMNS f ON f.TABLE_SCHEMA = t.TABLE_SCHEMA AND f.TABLE_NAME = t.TABLE_NAME \
-         AND f.COLUMN_NAME = 'full_name' \
-         LEFT JOIN information_schema.COLUMNS a ON a.TABLE_SCHEMA = t.TABLE_SCHEMA AND a.TABLE_NAME = t.TABLE_NAME \
-         AND a.COLUMN_NAME = 'asked' WHERE t.TABLE_SCHEMA = DATABASE() AND t.TABLE_NAME IN ({names}) ORDER BY t.TABLE_NAME"
+         AND c.COLUMN_NAME = 'name' WHERE t.TABLE_SCHEMA = DATABASE() AND t.TABLE_NAME IN ({names}) ORDER BY t.TABLE_NAME"
     )
 }
 
@@ -234,35 +216,6 @@ fn check(operation: &'static str, reply: &Reply, mode: Mode) -> Result<Vec<&'sta
                 format!(
                     "table `{table}` whose column `name` is not VARBINARY(255): with other types, two names can be one; \
                      drop the table while no lock is held, and the next acquisition makes it anew"
-                ),
-            ));
-        }
-        let old: Option<String> = column(row, 4).during(operation)?;
-        if old.is_some() {
-            return Err(Error::unsupported(
-                NAME,
-                format!(
-                    "table `{table}` of an earlier version, whose clients do not share tokens with this one; \
-                     once they have stopped, run: {RENAME}"
-                ),
-            ));
-        }
-        let full_name: Option<String> = column(row, 5).during(operation)?;
-        let asked: Option<String> = column(row, 6).during(operation)?;
-        let there = [full_name, asked];
-        let lacks = ADDED.iter().find(|(of, added, _)| {
-            let is_there = there
-                .iter()
-                .flatten()
-                .any(|column| column.eq_ignore_ascii_case(added));
-            of.eq_ignore_ascii_case(&table) && !is_there
-        });
-        if let Some((_, added, kind)) = lacks {
-            return Err(Error::unsupported(
-                NAME,
-                format!(
-                    "table `{table}` of an earlier version, without the column `{added}`; run: \
-                     ALTER TABLE {table} ADD {added} {kind}"
                 ),
             ));
         }

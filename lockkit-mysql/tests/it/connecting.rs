@@ -2,7 +2,7 @@
 
 use std::{io, time::Duration};
 
-use lockkit_core::{AcquireOptions, Error, FencingToken, LockClient, Result, Revocation, spi::chain};
+use lockkit_core::{AcquireOptions, Error, FencingToken, LockClient, Result, spi::chain};
 use lockkit_mysql::{Mode, MySqlConfig, Schema, ddl};
 use lockkit_testbed::mysql::{Flavour, MySql};
 use tokio::net::{TcpListener, TcpStream};
@@ -19,8 +19,6 @@ for_each_flavour! {
     the_rights_on_the_tables_are_enough
     an_account_without_rights_keeps_no_lease_from_others
     tables_that_cannot_exclude_are_refused
-    an_earlier_version_shares_no_counter
-    leases_of_an_earlier_version_get_a_column
     many_may_make_the_tables_at_once
     a_read_only_server_is_refused
     a_proxy_that_swallows_the_lease_is_refused
@@ -216,53 +214,6 @@ async fn the_rights_on_the_tables_are_enough(flavour: Flavour) {
             "its own account's sessions may be ended"
         );
     }
-}
-
-/// Clients that draw tokens from the counter and those that map tickets to its blocks would not see each other's tokens.
-async fn an_earlier_version_shares_no_counter(flavour: Flavour) {
-    let (mut admin, config) = database(flavour, "ALL ON HERE.*").await;
-    let earlier = "CREATE TABLE lockkit_fence (name VARBINARY(255) NOT NULL PRIMARY KEY, \
-                   token BIGINT UNSIGNED NOT NULL DEFAULT 0) ENGINE=InnoDB";
-    admin.run(earlier).await;
-    admin
-        .run("INSERT INTO lockkit_fence VALUES ('lockkit:a', 1 << 62)")
-        .await;
-    let Error::Unsupported { what, .. } = connect(config.clone()).await.unwrap_err() else {
-        panic!("it is no table of this version")
-    };
-    let (_, rename) = what.split_once("run: ").unwrap();
-    admin.run(rename).await;
-    let lock = connect(config).await.unwrap().lock("a").unwrap();
-    let guard = lock.acquire().await.unwrap();
-    assert!(
-        guard.token().get() > 1 << 62,
-        "tokens go on above the earlier ones"
-    );
-    // The first request of the earlier version.
-    let take = "SELECT (SELECT token FROM lockkit_fence WHERE name=CONCAT(r.name)) FROM lockkit_gate r";
-    let refused = admin.try_run(take).await.unwrap_err();
-    assert!(refused.to_string().contains("token"), "{refused}");
-}
-
-/// Without it no holder could be asked for its hold.
-async fn leases_of_an_earlier_version_get_a_column(flavour: Flavour) {
-    let (mut admin, mut config) = database(flavour, "ALL ON HERE.*").await;
-    config.mode = Mode::Lease;
-    let earlier: Vec<_> = ddl(Mode::Lease)
-        .lines()
-        .filter(|line| !line.contains("asked"))
-        .map(str::to_owned)
-        .collect();
-    admin.run(&earlier.join("\n")).await;
-    let Error::Unsupported { what, .. } = connect(config.clone()).await.unwrap_err() else {
-        panic!("it is no table of this version")
-    };
-    let (_, add) = what.split_once("run: ").unwrap();
-    admin.run(add).await;
-    let client = connect(config).await.unwrap();
-    let guard = client.lock("a").unwrap().acquire().await.unwrap();
-    let asked = client.revoke("a", guard.token(), Duration::ZERO).await.unwrap();
-    assert!(matches!(asked, Revocation::StillHeld { .. }), "{asked:?}");
 }
 
 /// Any account may take any lock of the server itself, and so the place at the head of a queue, if it knows its name.
