@@ -66,15 +66,6 @@ end
 
 -- Forgets waiters that have not asked for too long.
 local function drop_silent()
-  local waiting = call('ZCARD', WRITERS) + call('ZCARD', READERS)
-  if waiting == 0 then return end
-  if waiting > call('ZCARD', ASKED) then
-    -- Clients of the version before do not write when they ask. Their waiters count for as long from now on.
-    for _, list in ipairs({ WRITERS, READERS }) do
-      for _, who in ipairs(call('ZRANGE', list, 0, -1)) do call('ZADD', ASKED, 'NX', now, who) end
-    end
-    call('PEXPIRE', ASKED, WAITED)
-  end
   for _, who in ipairs(call('ZRANGEBYSCORE', ASKED, '-inf', now - WAITED)) do forget_waiter(who) end
 end
 

@@ -151,7 +151,7 @@ async fn a_queue_that_is_never_empty_does_not_expire() {
     nothing_is_left(&server, "released").await;
 }
 
-/// An earlier version may have left it there, and a request that came late after the lock was deleted.
+/// A request that came late, after the lock was deleted, may have left it there.
 #[tokio::test]
 async fn a_holders_own_place_in_the_queue_is_nobodys() {
     const KEY: &str = "lockkit:a";

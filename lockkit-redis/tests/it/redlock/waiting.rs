@@ -92,29 +92,6 @@ async fn readers_behind_a_writer_that_gives_up_are_told() {
     backend.close().await.unwrap();
 }
 
-/// Waiters of the version before do not write when they asked last.
-#[tokio::test]
-async fn a_writer_of_the_version_before_is_believed_for_as_long() {
-    if no_server() {
-        return;
-    }
-    let world = World::five();
-    let client = world.client().await;
-    let held = lock(&client, "a", LONG).shared().acquire().await.unwrap();
-    for master in &world.masters {
-        let owner = "0123456789abcdef0123456789abcdef client";
-        let list = "lockkit:lockkit#writers:{lockkit:a}";
-        master.cli(&["ZADD", list, "1", owner]).unwrap();
-    }
-    let other = world.client().await;
-    let reader = lock(&other, "a", LONG).shared();
-    assert!(reader.try_acquire().await.unwrap().is_none(), "a writer waits");
-    let read = granted(SILENT + POLL + 3 * SECOND, "the reader", waiter(&reader)).await;
-    read.release().await.unwrap();
-    held.release().await.unwrap();
-    world.nothing_is_left("after a dead writer").await;
-}
-
 #[tokio::test]
 async fn counters_go_after_weeks_without_use() {
     const COUNTER: &str = "lockkit:lockkit#fence:{lockkit:a}";
