@@ -10,9 +10,9 @@
 //! crash may tear both copies in the first file, which change all the time. It never tears both in the second, where
 //! one is on disk before the other is written.
 //!
-//! If the system does not tell its boots apart, each grant is on disk before it is returned. Versions before the
-//! floor do the same, and have the last token in its place. They take the floor for the last token, so old and new
-//! versions may share files.
+//! Where the system does not tell its boots apart, each grant is on disk before it is returned, with its last token for
+//! the floor. The next token is then above the floor, whoever wrote it. So processes that know the boot and others may
+//! share files.
 //!
 //! Shared holders and permits do not exclude each other, so they write side by side, each in a *lane*: two copies of its
 //! own in either file. So a writer that is stopped blocks nobody. Tokens continue from the highest of all lanes. No two
@@ -227,7 +227,7 @@ fn append(
         write(file, &path, lane, &mut record)?;
         drop(ledger);
         sync(file, &path)?;
-        // Older versions find the floor nowhere else, and a crash may tear either copy.
+        // Who knows no boots finds the floor nowhere else, and a crash may tear either copy.
         write_through(file, &path, lane, &mut record)?;
         ceilings.raise(lane, &record)?;
         files.layout().sync()?;
@@ -439,7 +439,6 @@ fn encode(record: &TokenRecord) -> Vec<u8> {
         body.extend(&text.as_bytes()[..usize::from(length)]);
     }
     if let Some(boot) = boot {
-        // Older versions read no further than the name.
         body.extend(boot.bytes());
         body.extend(last.to_le_bytes());
         body.extend(ceiling.to_le_bytes());
@@ -885,9 +884,9 @@ mod tests {
         DISK.set(None);
     }
 
-    /// Mints as older versions do, which know no boots: they continue from the floor and sync each token.
+    /// As in a container without `/proc`. They continue from the floor and sync each token.
     #[test]
-    fn older_versions_may_take_part() {
+    fn processes_that_know_no_boots_may_take_part() {
         let seed =
             std::env::var("LOCKKIT_SEED").map_or_else(|_| fastrand::u64(..), |seed| seed.parse().unwrap());
         println!("LOCKKIT_SEED={seed}");
@@ -900,13 +899,13 @@ mod tests {
             let mut fixture = Fixture::of(name, None);
             for number in 1..8 {
                 for _ in 0..rng.u8(0..9) {
-                    let older = rng.bool();
-                    fixture = fixture.in_boot(name, if older { None } else { boot(number) });
+                    let knows_no_boots = rng.bool();
+                    fixture = fixture.in_boot(name, if knows_no_boots { None } else { boot(number) });
                     let mut request = request(name, if rng.bool() { Mode::Shared } else { Mode::Exclusive });
                     request.tokens = NonZeroU32::new(rng.u32(1..9_000)).unwrap();
                     let record = match fixture.mint_for(&request) {
                         // A record longer than a sector may be torn.
-                        Err(FileError::Damaged { .. }) if older && round % 2 == 1 => continue,
+                        Err(FileError::Damaged { .. }) if knows_no_boots && round % 2 == 1 => continue,
                         minted => minted.unwrap(),
                     };
                     assert!(

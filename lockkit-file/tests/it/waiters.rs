@@ -17,8 +17,8 @@ use rustix::process::{Pid, Signal};
 use tempfile::TempDir;
 
 use crate::fixture::{
-    Killed, LIMIT, PATIENCE, TRY, claim, files, granted, held, held_and_waited_for, looks, open, other,
-    permits, polled, tickets, until,
+    Killed, LIMIT, PATIENCE, TRY, claim, files, granted, held, held_and_waited_for, open, other, permits,
+    polled, tickets, until,
 };
 
 /// Starts three other processes that wait, in this order, for the lock of `holder`.
@@ -302,37 +302,6 @@ async fn a_removed_queue_is_joined_again() {
             ended(waiter).await;
         }
     }
-}
-
-/// Older versions know no tickets: they lock the file whenever it is free.
-#[tokio::test]
-#[cfg(target_os = "linux")]
-async fn an_older_version_excludes_and_may_overtake() {
-    let dir = TempDir::new().unwrap();
-    let (_backend, [mut holder, mut waiter]) = held_and_waited_for(dir.path(), Mode::Exclusive).await;
-    let lock = dir.path().join("lockkit/n.lock");
-    let older = || fs::File::options().write(true).open(&lock).unwrap();
-    let file = older();
-    file.try_lock().unwrap_err();
-    holder.release().await.unwrap();
-    file.try_lock().expect("it overtakes a waiter");
-    for patience in [PATIENCE, TRY] {
-        assert_eq!(waiter.attempt(patience).await.unwrap(), None);
-        assert_eq!(holder.attempt(patience).await.unwrap(), None);
-    }
-    holder.release().await.unwrap();
-    looks(&mut waiter).await;
-    drop(file);
-    granted(&mut waiter).await;
-    // A waiting older version is woken as before.
-    let mut inotify = inotify::Inotify::init().unwrap();
-    inotify
-        .watches()
-        .add(&lock, inotify::WatchMask::CLOSE_WRITE)
-        .unwrap();
-    waiter.release().await.unwrap();
-    assert!(inotify.read_events(&mut [0; 4_096]).unwrap().next().is_some());
-    older().try_lock().unwrap();
 }
 
 #[tokio::test]
