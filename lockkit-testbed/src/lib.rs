@@ -16,7 +16,8 @@
 //! - [`Rogue`]: a server that answers what no server answers.
 //! - [`Shared`]: a server that the tests of a process share.
 //! - [`Peer`]: a program that holds locks by another library.
-//! - [`eventually`]: waits for a condition, so that no test waits for time to pass.
+//! - [`eventually`], [`soon`]: wait for a condition or a future, so that no test waits for time to pass.
+//! - [`poll_at_most`]: drops a future after some polls.
 //! - [`skipped`]: skips a test whose server is missing.
 //!
 //! Whatever starts or ends a process blocks for some milliseconds up to some seconds and may be called from anywhere,
@@ -54,4 +55,4 @@ pub use proxy::{Counts, Mode, Proxy, Traffic};
 pub use rogue::{Ended, Plays, Rogue, Wire};
 pub use shared::Shared;
 pub use skip::skipped;
-pub use wait::eventually;
+pub use wait::{eventually, poll_at_most, soon};

@@ -1,39 +1,19 @@
 //! Futures dropped at every await, with and without the reply to their request.
 
-use std::{
-    future::poll_fn,
-    pin::pin,
-    task::Poll,
-    time::{Duration, Instant},
-};
+use std::time::{Duration, Instant};
 
 use lockkit_core::{
     LockName,
     spi::{self, Backend as _, ClaimRequest, OwnerId},
 };
 use lockkit_etcd::EtcdBackend;
-use lockkit_testbed::{Mode, Proxy, etcd::EtcdServer, eventually};
+use lockkit_testbed::{Mode, Proxy, etcd::EtcdServer, eventually, poll_at_most};
 use tokio::time::timeout;
 
 use crate::server::{
     block, config, connect, contend, keys, lock, no_etcd, patiently, rounds, shared, shared_cluster, soon,
     unique, with_ttl,
 };
-
-/// Polls `work` at most `polls` times, then drops it. Returns `None` if it was not done by then.
-async fn poll_at_most<F: Future>(polls: usize, work: F) -> Option<F::Output> {
-    let mut work = pin!(work);
-    let mut left = polls;
-    poll_fn(|context| {
-        left -= 1;
-        match work.as_mut().poll(context) {
-            Poll::Ready(value) => Poll::Ready(Some(value)),
-            Poll::Pending if left == 0 => Poll::Ready(None),
-            Poll::Pending => Poll::Pending,
-        }
-    })
-    .await
-}
 
 /// Acquisitions of a lock that is free, taken, or about to come free, dropped at each of their polls in turn.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

@@ -4,6 +4,7 @@ use std::time::{Duration, Instant};
 
 use lockkit_core::{AcquireOptions, Lock, LockClient, LockGuard, LossReason, Result};
 use lockkit_etcd::{Credentials, EtcdBackend, EtcdConfig};
+pub(crate) use lockkit_testbed::soon;
 use lockkit_testbed::{
     Shared,
     etcd::{self, EtcdCluster, EtcdServer},
@@ -107,13 +108,6 @@ pub(crate) fn waiter(lock: &Lock) -> JoinHandle<(LockGuard, Instant)> {
 pub(crate) fn watcher(guard: &LockGuard) -> JoinHandle<(LossReason, Instant)> {
     let lost = guard.lost();
     tokio::spawn(async move { (lost.await, Instant::now()) })
-}
-
-/// Awaits what should come soon.
-pub(crate) async fn soon<T>(what: &str, work: impl Future<Output = T>) -> T {
-    let limit = Duration::from_mins(1);
-    let done = tokio::time::timeout(limit, work).await;
-    done.unwrap_or_else(|_| panic!("not within {limit:?}: {what}"))
 }
 
 /// Returns the keys of those who contend for `name`.

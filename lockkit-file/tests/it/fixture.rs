@@ -3,13 +3,10 @@
 use std::{
     ffi::OsStr,
     fs,
-    future::{Future, poll_fn},
     io::{BufRead, BufReader},
     num::NonZeroU32,
     path::{Path, PathBuf},
-    pin::pin,
     process::{Child, Command, Stdio},
-    task::Poll,
     time::Duration,
 };
 
@@ -78,18 +75,6 @@ pub(crate) async fn held_and_waited_for(dir: &Path, mode: Mode) -> (FileBackend,
     let mut waiter = claim(&backend, "n", Mode::Exclusive).await;
     assert_eq!(waiter.attempt(PATIENCE).await.unwrap(), None);
     (backend, [holder, waiter])
-}
-
-/// Waits until `condition` holds.
-pub(crate) async fn until(what: &str, mut condition: impl AsyncFnMut() -> bool) {
-    let wait = async {
-        while !condition().await {
-            tokio::time::sleep(Duration::from_millis(1)).await;
-        }
-    };
-    tokio::time::timeout(LIMIT, wait)
-        .await
-        .unwrap_or_else(|_| panic!("never: {what}"));
 }
 
 /// Returns the tickets of those who wait for `n`.
@@ -246,22 +231,4 @@ async fn other_process() {
         .await
         .unwrap()
         .unwrap();
-}
-
-/// Polls a future up to `polls` times; `None` if it is still pending then.
-pub(crate) async fn polled<T>(polls: usize, future: impl Future<Output = T>) -> Option<T> {
-    let mut future = pin!(future);
-    let mut left = polls;
-    poll_fn(|context| match future.as_mut().poll(context) {
-        Poll::Ready(done) => Poll::Ready(Some(done)),
-        Poll::Pending => {
-            left -= 1;
-            if left == 0 {
-                Poll::Ready(None)
-            } else {
-                Poll::Pending
-            }
-        }
-    })
-    .await
 }

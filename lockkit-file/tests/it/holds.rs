@@ -15,12 +15,13 @@ use lockkit_core::{
     spi::{Backend, Mode, Renewal},
 };
 use lockkit_file::{FileBackend, FileConfig};
+use lockkit_testbed::{eventually, poll_at_most};
 use rustix::process::Pid;
 use tempfile::TempDir;
 
 use crate::fixture::{
     Killed, LIMIT, Orphan, PATIENCE, TRY, claim, files, granted, held_and_waited_for, looks, name, open,
-    other, permits, polled, request, until,
+    other, permits, request,
 };
 
 /// Polls on a thread that has no runtime, as another executor would.
@@ -334,7 +335,7 @@ async fn a_grant_that_nobody_takes_expires() {
             let [one, two] =
                 [&one, &two].map(|client| client.lock(&name).unwrap().with_options(options.clone()));
             let mut forgotten = Box::pin(async move { one.acquire_timeout(wait).await });
-            match polled(1, &mut forgotten).await {
+            match poll_at_most(1, &mut forgotten).await {
                 None => break (forgotten, two),
                 Some(granted) => granted.unwrap().release().await.unwrap(),
             }
@@ -374,7 +375,7 @@ async fn dropped_at_each_poll(mode: Mode) -> usize {
     for polls in 1..10 {
         for patience in [TRY, PATIENCE] {
             let mut cancelled = claim(&a, "n", mode).await;
-            let outcome = polled(polls, cancelled.attempt(patience)).await;
+            let outcome = poll_at_most(polls, cancelled.attempt(patience)).await;
             dropped += usize::from(outcome.is_none());
             cancelled.release().await.unwrap();
             let mut next = claim(&b, "n", rival).await;
@@ -388,18 +389,18 @@ async fn dropped_at_each_poll(mode: Mode) -> usize {
             let own = format!("{polls}-{patience:?}");
             let mut abandoned = claim(&a, &own, mode).await;
             let mut other = claim(&b, &own, rival).await;
-            polled(polls, abandoned.attempt(patience)).await;
+            poll_at_most(polls, abandoned.attempt(patience)).await;
             drop(abandoned);
-            until("freed", async || other.attempt(TRY).await.unwrap().is_some()).await;
+            eventually("freed", async || other.attempt(TRY).await.unwrap().is_some()).await;
 
             let mut resumed = claim(&a, "n", mode).await;
-            polled(polls, resumed.attempt(patience)).await;
+            poll_at_most(polls, resumed.attempt(patience)).await;
             assert!(
                 resumed.attempt(patience).await.unwrap().is_some(),
                 "the same claim resumes"
             );
-            polled(polls, resumed.renew()).await;
-            polled(polls, resumed.release()).await;
+            poll_at_most(polls, resumed.renew()).await;
+            poll_at_most(polls, resumed.release()).await;
             resumed.release().await.unwrap();
             assert!(
                 next.attempt(TRY).await.unwrap().is_some(),

@@ -6,11 +6,11 @@ use lockkit_core::{
     Error, LockClient, LossReason,
     spi::{Mode, Renewal},
 };
-use lockkit_testbed::Mounted;
+use lockkit_testbed::{Mounted, poll_at_most};
 use tempfile::TempDir;
 
 use crate::fixture::{
-    LIMIT, PATIENCE, TRY, claim, files, granted, held_and_waited_for, looks, open, permits, polled,
+    LIMIT, PATIENCE, TRY, claim, files, granted, held_and_waited_for, looks, open, permits,
 };
 
 #[cfg(target_os = "linux")]
@@ -40,7 +40,7 @@ async fn a_holder_learns_of_the_move_of_any_file() {
             let mut waiter = claim(&b, "n", rival).await;
             assert_eq!(waiter.attempt(PATIENCE).await.unwrap(), None);
             if watched {
-                assert!(polled(1, holder.notified()).await.is_none());
+                assert!(poll_at_most(1, holder.notified()).await.is_none());
             }
             let what = dir.path().join(what);
             if !deleted {
@@ -84,7 +84,7 @@ async fn a_second_move_of_a_directory_is_noticed_too() {
     for round in 0..3 {
         let mut holder = claim(&backend, "n", Mode::Exclusive).await;
         granted(&mut holder).await;
-        assert!(polled(1, holder.notified()).await.is_none());
+        assert!(poll_at_most(1, holder.notified()).await.is_none());
         fs::rename(&locks, dir.path().join(round.to_string())).unwrap();
         if cfg!(target_os = "linux") {
             let told = tokio::time::timeout(LIMIT, holder.notified()).await;

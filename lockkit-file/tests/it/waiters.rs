@@ -13,12 +13,13 @@ use std::{
 
 use lockkit_conformance::stall::Stopwatch;
 use lockkit_core::spi::{Claim, Mode, chain};
+use lockkit_testbed::{eventually, poll_at_most};
 use rustix::process::{Pid, Signal};
 use tempfile::TempDir;
 
 use crate::fixture::{
     Killed, LIMIT, PATIENCE, TRY, claim, files, granted, held, held_and_waited_for, open, other, permits,
-    polled, tickets, until,
+    tickets,
 };
 
 /// Starts three other processes that wait, in this order, for the lock of `holder`.
@@ -28,7 +29,7 @@ async fn three_wait(dir: &Path, holder: &mut Box<dyn Claim>) -> Vec<Killed> {
 }
 
 async fn ended(waiter: &mut Killed) {
-    until("a waiter is granted", async || {
+    eventually("a waiter is granted", async || {
         waiter.0.try_wait().unwrap().is_some()
     })
     .await;
@@ -141,7 +142,7 @@ async fn a_waiter_out_of_descriptors_is_passed_over() {
     let dir = TempDir::new().unwrap();
     let (backend, mut holder) = held(dir.path(), Mode::Exclusive).await;
     let (mut first, _) = other("wait with a client", dir.path());
-    until("it waits", async || tickets(dir.path()).len() == 1).await;
+    eventually("it waits", async || tickets(dir.path()).len() == 1).await;
     let mut second = claim(&backend, "n", Mode::Exclusive).await;
     assert_eq!(second.attempt(PATIENCE).await.unwrap(), None);
     let limit = |current| {
@@ -206,7 +207,7 @@ async fn waiters_that_leave_at_any_time_leave_no_ticket_and_no_gap() {
         let mut waiters = Vec::new();
         for _ in 0..6 {
             let mut waiter = claim(&backend, "n", mode).await;
-            polled(rng.usize(1..8), waiter.attempt(PATIENCE)).await;
+            poll_at_most(rng.usize(1..8), waiter.attempt(PATIENCE)).await;
             waiters.push(waiter);
         }
         let mut released = rng.bool();
@@ -219,15 +220,15 @@ async fn waiters_that_leave_at_any_time_leave_no_ticket_and_no_gap() {
             match rng.u8(..4) {
                 0 => drop(going),
                 1 => {
-                    polled(rng.usize(1..4), going.release()).await;
+                    poll_at_most(rng.usize(1..4), going.release()).await;
                     going.release().await.unwrap();
                 }
                 2 => {
-                    polled(rng.usize(1..4), going.notified()).await;
+                    poll_at_most(rng.usize(1..4), going.notified()).await;
                     drop(going);
                 }
                 _ => {
-                    polled(rng.usize(1..8), going.attempt(PATIENCE)).await;
+                    poll_at_most(rng.usize(1..8), going.attempt(PATIENCE)).await;
                     going.release().await.unwrap();
                 }
             }
@@ -241,7 +242,7 @@ async fn waiters_that_leave_at_any_time_leave_no_ticket_and_no_gap() {
         futures_util::future::join_all(left).await;
         let queue = if mode == permits(1) { "semqueue" } else { "queue" };
         let queue = dir.path().join(format!("lockkit/n.{queue}"));
-        until(&format!("seed {seed}, round {round}: no ticket"), async || {
+        eventually(&format!("seed {seed}, round {round}: no ticket"), async || {
             files(&queue).is_empty()
         })
         .await;
@@ -290,13 +291,13 @@ async fn a_removed_queue_is_joined_again() {
             fs::rename(&queue, dir.path().join("moved")).unwrap();
         } else {
             // Whoever has lost a ticket may have made another before all are removed.
-            until("it is removed", async || match fs::remove_dir_all(&queue) {
+            eventually("it is removed", async || match fs::remove_dir_all(&queue) {
                 Err(error) if error.kind() == io::ErrorKind::DirectoryNotEmpty => false,
                 removed => removed.map(|()| true).unwrap(),
             })
             .await;
         }
-        until("all have joined", async || tickets(dir.path()).len() == 3).await;
+        eventually("all have joined", async || tickets(dir.path()).len() == 3).await;
         holder.release().await.unwrap();
         for waiter in &mut waiters {
             ended(waiter).await;
@@ -347,7 +348,7 @@ async fn a_stopped_writer_keeps_no_reader_from_a_free_lock() {
     let (backend, [mut inside, _stopped]) = held_and_waited_for(dir.path(), Mode::Shared).await;
     inside.release().await.unwrap();
     let mut reader = claim(&backend, "n", Mode::Shared).await;
-    until("the reader gets past", async || {
+    eventually("the reader gets past", async || {
         reader.attempt(PATIENCE).await.unwrap().is_some()
     })
     .await;
@@ -372,7 +373,7 @@ async fn a_stopped_writer_keeps_no_reader_out_of_a_shared_lock() {
     // Continued, it is in the queue again.
     writer.signal(Signal::CONT);
     let mut late = claim(&backend, "n", Mode::Shared).await;
-    until("readers stay out", async || {
+    eventually("readers stay out", async || {
         late.release().await.unwrap();
         late.attempt(TRY).await.unwrap().is_none()
     })
@@ -392,7 +393,7 @@ async fn a_stopped_writer_leaves_its_turn_to_the_next() {
     granted(&mut next).await;
     let (mut writer, _) = other("wait", dir.path());
     // There is always a reader inside, as long as new ones get in.
-    until("the writer gets in", async || {
+    eventually("the writer gets in", async || {
         if next.attempt(TRY).await.unwrap().is_some() {
             std::mem::swap(&mut inside, &mut next);
             next.release().await.unwrap();
@@ -456,7 +457,7 @@ async fn neither_readers_nor_writers_starve() {
             }
         }));
     }
-    until("each got in ten times", async || {
+    eventually("each got in ten times", async || {
         rounds.iter().all(|done| done.load(Ordering::SeqCst) >= 10)
     })
     .await;

@@ -1,14 +1,9 @@
 //! Futures dropped or forgotten at every await, with and without the reply to their request.
 
-use std::{
-    future::poll_fn,
-    pin::{Pin, pin},
-    task::Poll,
-    time::Duration,
-};
+use std::{future::poll_fn, pin::Pin, task::Poll, time::Duration};
 
 use lockkit_core::{AcquireOptions, Lock, Result};
-use lockkit_testbed::{Mode, Proxy, eventually, zookeeper::ZkServer};
+use lockkit_testbed::{Mode, Proxy, eventually, poll_at_most, zookeeper::ZkServer};
 use lockkit_zk::Nodes;
 use tokio::time::timeout;
 use zookeeper_client::Client;
@@ -17,21 +12,6 @@ use crate::server::{
     self, config, connect, contend, dir, lock, no_zookeeper, queue_up, raw, rounds, shared, soon, unique,
     waiter,
 };
-
-/// Polls `work` at most `polls` times, then drops it. Returns `None` if it was not done by then.
-async fn poll_at_most<F: Future>(polls: usize, work: F) -> Option<F::Output> {
-    let mut work = pin!(work);
-    let mut left = polls;
-    poll_fn(|context| {
-        left -= 1;
-        match work.as_mut().poll(context) {
-            Poll::Ready(value) => Poll::Ready(Some(value)),
-            Poll::Pending if left == 0 => Poll::Ready(None),
-            Poll::Pending => Poll::Pending,
-        }
-    })
-    .await
-}
 
 /// Waits until only the nodes in `but` are left.
 async fn left_are(raw: &Client, name: &str, but: usize) {

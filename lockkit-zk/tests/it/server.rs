@@ -7,6 +7,7 @@ use std::{
 
 use lockkit_conformance::stall::Stopwatch;
 use lockkit_core::{AcquireOptions, Lock, LockClient, LockGuard, LossReason, Result};
+pub(crate) use lockkit_testbed::soon;
 use lockkit_testbed::{
     Shared, eventually,
     zookeeper::{self, ZkServer},
@@ -234,13 +235,6 @@ pub(crate) async fn takes_its_turn(what: &str, waiter: JoinHandle<(LockGuard, In
 pub(crate) fn watcher(guard: &LockGuard) -> JoinHandle<(LossReason, Instant)> {
     let lost = guard.lost();
     tokio::spawn(async move { (lost.await, Instant::now()) })
-}
-
-/// Awaits what should come soon.
-pub(crate) async fn soon<T>(what: &str, work: impl Future<Output = T>) -> T {
-    let limit = Duration::from_mins(1);
-    let done = tokio::time::timeout(limit, work).await;
-    done.unwrap_or_else(|_| panic!("not within {limit:?}: {what}"))
 }
 
 /// Returns how often a test repeats itself: `usually`, or as often as `LOCKKIT_ROUNDS` says.

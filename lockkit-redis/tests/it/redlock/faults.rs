@@ -1,16 +1,11 @@
 //! Faults of masters and connections, and keys that vanish. At a minority they cost nothing, at a majority they are an error.
 //! Neither lets two hold at once, except where the guarantees say so.
 
-use std::{
-    future::poll_fn,
-    pin::pin,
-    task::Poll,
-    time::{Duration, Instant},
-};
+use std::time::{Duration, Instant};
 
 use lockkit_conformance::stall::Stopwatch;
 use lockkit_core::{AcquireOptions, FenceGate, LossReason};
-use lockkit_testbed::{Mode, Proxy, eventually, redis::Fsync};
+use lockkit_testbed::{Mode, Proxy, eventually, poll_at_most, redis::Fsync};
 
 use super::world::{World, config, connect};
 use crate::common::{
@@ -299,21 +294,6 @@ async fn a_storm_of_resets_costs_nobody_a_hold() {
     world.nothing_is_left("after resets").await;
 }
 
-/// Runs `future`, and drops it after `polls` polls. Returns whether it was done.
-async fn cancel_after<F: Future>(polls: u32, future: F) -> bool {
-    let mut future = pin!(future);
-    let mut polled = 0;
-    poll_fn(|cx| {
-        polled += 1;
-        match future.as_mut().poll(cx) {
-            Poll::Ready(_) => Poll::Ready(true),
-            Poll::Pending if polled == polls => Poll::Ready(false),
-            Poll::Pending => Poll::Pending,
-        }
-    })
-    .await
-}
-
 #[tokio::test]
 async fn dropped_at_every_await_nothing_is_left_at_any_master() {
     if no_server() {
@@ -353,9 +333,9 @@ async fn dropped_at_every_await_nothing_is_left_at_any_master() {
             };
             done = if name == "release" {
                 let held = lock.acquire().await.unwrap();
-                cancel_after(polls, held.release()).await
+                poll_at_most(polls, held.release()).await.is_some()
             } else {
-                cancel_after(polls, lock.acquire()).await
+                poll_at_most(polls, lock.acquire()).await.is_some()
             };
             released.await.unwrap();
             proxies[which].set(Mode::Pass);
