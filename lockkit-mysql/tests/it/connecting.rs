@@ -2,14 +2,14 @@
 
 use std::{io, time::Duration};
 
-use lockkit_core::{AcquireOptions, Error, FencingToken, LockClient, Result, spi::chain};
+use lockkit_core::{AcquireOptions, Error, FencingToken, LockClient, spi::chain};
 use lockkit_mysql::{Mode, MySqlConfig, Schema, ddl};
 use lockkit_testbed::mysql::{Flavour, MySql};
 use tokio::net::{TcpListener, TcpStream};
 
 use crate::servers::{
-    Admin, MODES, Waiter, client, config, connect, cycle, for_each_flavour, name, private, relay, shared,
-    waits,
+    Admin, MODES, Waiter, client, config, connect, cycle, for_each_flavour, listed, name, private, relay,
+    shared, waits,
 };
 
 for_each_flavour! {
@@ -81,15 +81,6 @@ async fn reader(flavour: Flavour, admin: &mut Admin, mode: Mode, tables: &str) -
     let mut config = MySqlConfig::new(url);
     config.mode = mode;
     connect(config).await.unwrap()
-}
-
-async fn listed(client: &LockClient) -> Result<Vec<String>> {
-    let mut list = client.list("").unwrap();
-    let mut names = Vec::new();
-    while let Some(lock) = list.next().await {
-        names.push(lock?.name.as_str().to_owned());
-    }
-    Ok(names)
 }
 
 /// Nor does connecting. So who may only read can look.

@@ -238,6 +238,16 @@ pub(crate) async fn waits(observer: &LockClient, name: &str) {
     .await;
 }
 
+/// The names on a list.
+pub(crate) async fn listed(client: &LockClient) -> Result<Vec<String>> {
+    let mut list = client.list("").unwrap();
+    let mut names = Vec::new();
+    while let Some(lock) = list.next().await {
+        names.push(lock?.name.as_str().to_owned());
+    }
+    Ok(names)
+}
+
 /// Returns the session that runs a statement with this beginning, once there is one.
 pub(crate) async fn session_at(admin: &mut Admin, statement: &str) -> String {
     let question = format!(

@@ -15,8 +15,8 @@ use tokio::time::{Instant, sleep};
 use crate::{
     mixed::polled,
     servers::{
-        Admin, HeldBack, MODES, Waiter, client, config, connect, cycle, for_each_flavour, hold_back, private,
-        waits,
+        Admin, HeldBack, MODES, Waiter, client, config, connect, cycle, for_each_flavour, hold_back, listed,
+        private, waits,
     },
     tokens::seed,
 };
@@ -387,21 +387,13 @@ async fn a_demoted_primary_shows_nothing(flavour: Flavour) {
             client(server.addr(), mode).await,
         );
         let guard = holder.lock("n").unwrap().acquire().await.unwrap();
-        let listed = async || {
-            let mut list = other.list("").unwrap();
-            let mut names = Vec::new();
-            while let Some(lock) = list.next().await {
-                names.push(lock?.name.as_str().to_owned());
-            }
-            lockkit_core::Result::Ok(names)
-        };
         // Both connections are open by then.
-        assert_eq!(listed().await.unwrap(), ["n"], "{mode:?}");
+        assert_eq!(listed(&other).await.unwrap(), ["n"], "{mode:?}");
         assert!(!other.inspect("n").await.unwrap().is_free(), "{mode:?}");
         admin.run("SET GLOBAL read_only=1").await;
         for (what, shown) in [
-            ("list", listed().await.err()),
-            ("list over a new connection", listed().await.err()),
+            ("list", listed(&other).await.err()),
+            ("list over a new connection", listed(&other).await.err()),
             ("inspect", other.inspect("n").await.err()),
         ] {
             let error = shown.unwrap_or_else(|| panic!("{mode:?}: {what}"));
@@ -413,7 +405,7 @@ async fn a_demoted_primary_shows_nothing(flavour: Flavour) {
             );
         }
         admin.run("SET GLOBAL read_only=0").await;
-        assert_eq!(listed().await.unwrap(), ["n"], "{mode:?}");
+        assert_eq!(listed(&other).await.unwrap(), ["n"], "{mode:?}");
         assert!(!other.inspect("n").await.unwrap().is_free(), "{mode:?}");
         guard.release().await.unwrap();
     }

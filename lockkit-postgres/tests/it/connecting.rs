@@ -20,7 +20,8 @@ use tokio::{
 use tracing::instrument::WithSubscriber as _;
 
 use crate::servers::{
-    Waiter, client, config, connect, cycle, key, name, private, relay, request, session, shared, tests, waits,
+    Waiter, client, config, connect, cycle, key, listed, name, private, relay, request, session, shared,
+    tests, waits,
 };
 
 tests! {
@@ -211,16 +212,6 @@ async fn refused_try(client: &LockClient) -> String {
     chain(&error)
 }
 
-/// The number of names on a list.
-async fn listed(client: &LockClient) -> lockkit_core::Result<usize> {
-    let (mut list, mut listed) = (client.list("").unwrap(), 0);
-    while let Some(lock) = list.next().await {
-        lock?;
-        listed += 1;
-    }
-    Ok(listed)
-}
-
 /// The configuration of the superuser in this session's database.
 fn superuser(admin: &mut PgSession) -> PostgresConfig {
     let database = admin.sql("SELECT current_database()").unwrap();
@@ -235,7 +226,7 @@ async fn who_only_looks_writes_nothing() {
     let looks = connect(config).await.unwrap();
     assert!(looks.inspect("a").await.unwrap().is_free());
     assert!(looks.inspect_semaphore("s").await.unwrap().is_free());
-    assert_eq!(listed(&looks).await.unwrap(), 0);
+    assert_eq!(listed(&looks, "").await.unwrap(), 0);
     let before = looks.fence().await.unwrap();
     let text = refused_try(&looks).await;
     assert!(text.contains("have it made with: CREATE SCHEMA"), "{text}");
@@ -266,7 +257,7 @@ async fn who_only_looks_writes_nothing() {
     assert_eq!(looks.inspect("a").await.unwrap().holders[0].token, guard.token());
     let permits = looks.inspect_semaphore("s").await.unwrap();
     assert_eq!(permits.holders[0].token, permit.token());
-    assert_eq!(listed(&looks).await.unwrap(), 2);
+    assert_eq!(listed(&looks, "").await.unwrap(), 2);
     assert!(looks.fence().await.unwrap() >= permit.token());
     let text = refused_try(&looks).await;
     assert!(text.contains("lacks rights"), "{text}");
@@ -283,7 +274,7 @@ async fn who_may_not_look_is_not_told_that_all_is_free() {
     for answer in [
         looks.inspect("a").await.map(drop),
         looks.inspect_semaphore("s").await.map(drop),
-        listed(&looks).await.map(drop),
+        listed(&looks, "").await.map(drop),
         looks.fence().await.map(drop),
     ] {
         let error = answer.unwrap_err();
@@ -299,7 +290,7 @@ async fn half_a_schema_is_no_free_lock() {
         let looks = connect(config).await.unwrap();
         let mut answers = vec![
             looks.inspect_semaphore("a").await.map(drop),
-            listed(&looks).await.map(drop),
+            listed(&looks, "").await.map(drop),
         ];
         if dropped == "TABLE lockkit.holder" {
             answers.push(looks.inspect("a").await.map(drop));
@@ -333,19 +324,19 @@ async fn what_another_role_has_is_listed_or_an_error() {
         looks.inspect_semaphore("s").await.unwrap().waiters == Some(1)
     })
     .await;
-    assert_eq!(listed(&looks).await.unwrap(), 1);
+    assert_eq!(listed(&looks, "").await.unwrap(), 1);
     // Nobody shows what a claim alone has.
     let backend = PostgresBackend::connect(superuser(&mut admin)).await.unwrap();
     let mut claim = backend.claim(&request("a", spi::Mode::Exclusive)).await.unwrap();
     assert!(claim.attempt(Duration::ZERO).await.unwrap().is_some());
-    let error = listed(&looks).await.unwrap_err();
+    let error = listed(&looks, "").await.unwrap_err();
     assert!(
         error.is_transient() && chain(&error).contains("does not show"),
         "{}",
         chain(&error)
     );
     claim.renew().await.unwrap();
-    assert_eq!(listed(&looks).await.unwrap(), 2);
+    assert_eq!(listed(&looks, "").await.unwrap(), 2);
     claim.release().await.unwrap();
     permit.release().await.unwrap();
     waiter.granted().await.0.release().await.unwrap();

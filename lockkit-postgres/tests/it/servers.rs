@@ -111,6 +111,16 @@ pub(crate) async fn waits(observer: &LockClient, name: &str) {
     .await;
 }
 
+/// The number of names with this prefix on a list.
+pub(crate) async fn listed(client: &LockClient, prefix: &str) -> Result<usize> {
+    let (mut list, mut listed) = (client.list(prefix).unwrap(), 0);
+    while let Some(lock) = list.next().await {
+        lock?;
+        listed += 1;
+    }
+    Ok(listed)
+}
+
 /// A lock's key, as SQL.
 pub(crate) fn key(name: &str) -> String {
     format!("('x' || left(encode(sha256(convert_to('lockkit:{name}', 'UTF8')), 'hex'), 16))::bit(64)::bigint")

@@ -13,8 +13,8 @@ use lockkit_testbed::{Mode, Proxy, eventually, postgres::PgServer};
 use tokio::time::{Instant, sleep, sleep_until};
 
 use crate::servers::{
-    Waiter, brief, client, config, connect, cycle, key, name, private, relay, request, session, shared,
-    tests, waits,
+    Waiter, brief, client, config, connect, cycle, key, listed, name, private, relay, request, session,
+    shared, tests, waits,
 };
 
 tests! {
@@ -788,7 +788,7 @@ async fn a_label_that_no_text_can_have_is_refused() {
         client.inspect(&name).await.unwrap().holders[0].token,
         guard.token()
     );
-    assert_eq!(listed(&client, &name).await, 1);
+    assert_eq!(listed(&client, &name).await.unwrap(), 1);
     guard.release().await.unwrap();
 }
 
@@ -808,20 +808,9 @@ async fn a_label_beyond_the_databases_encoding_is_shown_escaped() {
         let state = client.inspect("a").await.unwrap();
         assert_eq!(state.holders[0].label.as_deref(), Some(shown));
         assert_eq!(state.holders[0].token, guard.token());
-        assert_eq!(listed(&client, "a").await, 1);
+        assert_eq!(listed(&client, "a").await.unwrap(), 1);
         assert!(client.revoke_by_force("a", guard.token()).await.unwrap());
     }
-}
-
-/// The number of names with this prefix on a list.
-async fn listed(client: &LockClient, prefix: &str) -> usize {
-    let mut list = client.list(prefix).unwrap();
-    let mut listed = 0;
-    while let Some(lock) = list.next().await {
-        lock.unwrap();
-        listed += 1;
-    }
-    listed
 }
 
 /// Its client is far away, so that the request that shows it takes longer than the list.
@@ -834,13 +823,13 @@ async fn a_hold_that_is_shown_late_is_listed() {
     let (requests, replies) = (Duration::from_millis(400), Duration::ZERO);
     proxy.set(Mode::Delay { requests, replies });
     let guard = far.lock(&name).unwrap().acquire().await.unwrap();
-    assert_eq!(listed(&near, &name).await, 1);
+    assert_eq!(listed(&near, &name).await.unwrap(), 1);
     // What is shown, and what nobody holds, delays no list.
     proxy.set(Mode::Pass);
     let began = Stopwatch::start();
-    assert_eq!(listed(&near, &name).await, 1);
+    assert_eq!(listed(&near, &name).await.unwrap(), 1);
     guard.release().await.unwrap();
-    assert_eq!(listed(&near, &name).await, 0);
+    assert_eq!(listed(&near, &name).await.unwrap(), 0);
     assert!(
         began.elapsed() < Duration::from_millis(900),
         "{:?}",
@@ -859,7 +848,7 @@ async fn a_list_goes_on_over_holds_that_end() {
             let lock = client.lock(format!("{prefix}{n:02}")).unwrap();
             guards.push(lock.acquire().await.unwrap());
         }
-        assert_eq!(listed(&client, &prefix).await, count);
+        assert_eq!(listed(&client, &prefix).await.unwrap(), count);
         let mut list = client.list(&prefix).unwrap();
         list.next().await.unwrap().unwrap();
         for guard in guards.drain(count - 2..) {
