@@ -113,10 +113,11 @@ impl LeaseSql {
              AND IFNULL(IS_USED_LOCK({queue_lock})=CONNECTION_ID(), TRUE)) AND {IS_WRITABLE}"
         );
         if has_queued {
-            // The statement that slept may have been interrupted before it released the locks.
+            // The statement that slept may have been interrupted before it released the locks. The queue lock goes last: it wakes the
+            // next head, which does not sleep if one of the others is still taken, and asks again.
             format!(
-                "{take}; SELECT IF(ROW_COUNT()=1, RELEASE_LOCK({sleep_lock}), NULL), \
-                 IF(ROW_COUNT()=1, RELEASE_LOCK({queue_lock}), NULL), RELEASE_LOCK({asleep_lock})"
+                "{take}; SELECT RELEASE_LOCK({asleep_lock}), IF(ROW_COUNT()=1, RELEASE_LOCK({sleep_lock}), NULL), \
+                 IF(ROW_COUNT()=1, RELEASE_LOCK({queue_lock}), NULL)"
             )
         } else {
             take

@@ -40,6 +40,8 @@ for_each_flavour! {
     a_cancelled_attempt_costs_no_connection
     clients_in_turn_do_not_sleep_through_a_release
     a_head_on_its_way_to_sleep_is_woken
+    a_head_that_is_granted_lets_the_queue_go_last
+    a_line_of_clients_costs_each_one_attempt
     a_waiter_that_gives_up_interrupts_nobody_else
     leases_share_what_connections_there_are
     without_prepared_statements_all_goes_on
@@ -320,6 +322,97 @@ async fn a_head_on_its_way_to_sleep_is_woken(flavour: Flavour) {
             assert!(late <= 1, "{late} of {rounds} took long: {took:?}");
         }
     }
+}
+
+/// With one of the other locks still taken, the next head would not sleep, and ask in vain. The session is held up here while it still
+/// has the queue lock.
+async fn a_head_that_is_granted_lets_the_queue_go_last(flavour: Flavour) {
+    const QUEUE_GOES: &str = "RELEASE_LOCK('lockkit:";
+    const HELD_UP: &str = "SLEEP(1)+RELEASE_LOCK('lockkit:";
+
+    let server = private(flavour, &[]);
+    let mut admin = Admin::of(&server).await;
+    let holder = client(server.addr(), Mode::Lease).await;
+    let addr = relay(server.addr(), QUEUE_GOES, HELD_UP).await.unwrap();
+    let next = client(addr, Mode::Lease).await;
+    let guard = holder.lock("a").unwrap().acquire().await.unwrap();
+    let waiter = Waiter::of(next.lock("a").unwrap());
+    session_at(&mut admin, ASLEEP).await;
+    guard.release().await.unwrap();
+    let question = format!(
+        "SELECT INFO FROM information_schema.PROCESSLIST WHERE USER='{}' AND INFO LIKE '%SLEEP(1)+%'",
+        MySql::USER
+    );
+    let mut found = Vec::new();
+    eventually("it is held up", async || {
+        found = admin.run(&question).await;
+        !found.is_empty()
+    })
+    .await;
+    let statement = found.swap_remove(0).swap_remove(0);
+    let lock = |kind: &str| {
+        let name = statement.split('\'').find(|part| part.starts_with(kind));
+        format!("IS_USED_LOCK('{}')", name.expect("its name"))
+    };
+    let question = format!(
+        "SELECT {} IS NOT NULL AND {} IS NULL AND {} IS NULL",
+        lock("lockkit:"),
+        lock("lockkit-sleep:"),
+        lock("lockkit-asleep:")
+    );
+    eventually("it has the queue lock and neither of the others", async || {
+        admin.value(&question).await == "1"
+    })
+    .await;
+    waiter.granted().await.0.release().await.unwrap();
+}
+
+/// A hand-off between clients is the release, the wake-up, and one attempt, and each head begins to sleep once. Prints how long it takes.
+async fn a_line_of_clients_costs_each_one_attempt(flavour: Flavour) {
+    const CLIENTS: u32 = 10;
+    /// Attempts and releases; heads on their way to sleep; wake-ups.
+    const COUNTED: [&str; 3] = ["Com_update", "Com_begin", "Com_kill"];
+    /// All are in line when counting begins, the first of them asleep. The last wakes nobody.
+    const MOST: [u64; 3] = [21, 9, 10];
+
+    let server = private(flavour, &[]);
+    let mut admin = Admin::of(&server).await;
+    let holder = client(server.addr(), Mode::Lease).await;
+    let clients = join_all((0..CLIENTS).map(|_| client(server.addr(), Mode::Lease))).await;
+    // The head looks once a second, and a busy machine holds up this and that.
+    let (mut least, mut took) = ([u64::MAX; 3], Vec::new());
+    for _ in 0..10 {
+        let guard = holder.lock("a").unwrap().acquire().await.unwrap();
+        let waiters: Vec<_> = clients
+            .iter()
+            .map(|client| {
+                let lock = client.lock("a").unwrap();
+                tokio::spawn(async move { lock.acquire().await?.release().await })
+            })
+            .collect();
+        eventually("all are in line", async || {
+            holder.inspect("a").await.unwrap().waiters == Some(clients.len())
+        })
+        .await;
+        session_at(&mut admin, ASLEEP).await;
+        let mut counts = [0; 3];
+        for (count, what) in counts.iter_mut().zip(COUNTED) {
+            *count = admin.status(what).await;
+        }
+        let released = Stopwatch::start();
+        guard.release().await.unwrap();
+        for waiter in join_all(waiters).await {
+            waiter.unwrap().unwrap();
+        }
+        took.push(released.elapsed() / CLIENTS);
+        for ((before, what), least) in counts.into_iter().zip(COUNTED).zip(&mut least) {
+            *least = (*least).min(admin.status(what).await - before);
+        }
+    }
+    took.sort_unstable();
+    println!("{flavour:?}: a grant took {took:?}; {COUNTED:?} for {CLIENTS}: {least:?}");
+    let in_vain = least.iter().zip(MOST).any(|(least, most)| *least > most);
+    assert!(!in_vain, "{COUNTED:?}: {least:?} and not {MOST:?}");
 }
 
 /// It has freed nothing, and the head of the queue may not sleep yet: see above.
