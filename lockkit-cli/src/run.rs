@@ -515,10 +515,10 @@ impl Supervised {
                     self.told = Some(end);
                 }
                 signal = signals.next() => {
-                    if let Err(error) = guard.check() {
-                        return self.kill(chain(&error)).await;
+                    // Lost since it was asked above, it ends as its reason says: in the next turn, without this signal.
+                    if guard.is_held() {
+                        self.heed(signal, signals).await;
                     }
-                    self.heed(signal, signals).await;
                 }
             }
         }
