@@ -477,6 +477,13 @@ impl Supervised {
     async fn until_end(&mut self, guard: &LockGuard, signals: &mut Signals) -> Result<Ending, Failure> {
         let mut lost = guard.lost();
         let mut exited = false;
+        // When these came, there was no command yet to which the terminal could have sent them. One that comes while it begins may reach
+        // it twice, which is harmless before it has a handler.
+        let early = signals.so_far().await;
+        for signal in early {
+            self.child.signal(signal);
+            self.follow(signal, signals).await;
+        }
         loop {
             let stops_from = self.follows.map(|(from, _)| from);
             tokio::select! {
@@ -524,9 +531,14 @@ impl Supervised {
         }
     }
 
-    /// Passes on a signal. If it is one that stops, this process [stops](Self::stop) as soon as the command has.
+    /// Passes on a signal, and [follows](Self::follow).
     async fn heed(&mut self, signal: Signal, signals: &mut Signals) {
         self.child.pass_on(signal);
+        self.follow(signal, signals).await;
+    }
+
+    /// If it is a signal that stops, this process [stops](Self::stop) as soon as the command has.
+    async fn follow(&mut self, signal: Signal, signals: &mut Signals) {
         if signal == Signal::CONT {
             self.follows = None;
         }
@@ -713,6 +725,7 @@ mod tests {
 
     use lockkit::{MemoryBackend, memory::FaultPoint};
     use lockkit_testbed::Lateness;
+    use tokio::signal::unix::{self, SignalKind};
 
     use super::*;
 
@@ -945,6 +958,30 @@ mod tests {
             assert_eq!(
                 why,
                 "lock `job` could not be renewed for a while, so its command was told to stop"
+            );
+        });
+    }
+
+    /// The terminal sends it to those who are there, and counts on lockkit for nobody else.
+    #[test]
+    fn a_signal_from_before_the_command_reaches_it() {
+        alone(async {
+            let mut signals = Signals::listen().unwrap();
+            if signals.has_ignored(Signal::INT) {
+                return;
+            }
+            let mut heard = unix::signal(SignalKind::interrupt()).unwrap();
+            let guard = MemoryBackend::new().guard("job").unwrap();
+            rustix::process::kill_process(rustix::process::getpid(), Signal::INT).unwrap();
+            heard.recv().await;
+            let mut command = std::process::Command::new("sleep");
+            command.arg("3");
+            let place = Place::Foreground { at_terminal: true };
+            let mut supervised = Supervised::spawn(&guard, place, command).await.unwrap();
+            let ending = supervised.until_end(&guard, &mut signals).await.unwrap();
+            assert!(
+                matches!(ending, Ending::Exited(status) if status.signal() == Some(Signal::INT.as_raw())),
+                "it has not got it"
             );
         });
     }

@@ -5,6 +5,7 @@ use std::{future::poll_fn, io, sync::OnceLock, task::Poll, time::Duration};
 use rustix::process::{Pid, Signal, kill_process};
 use tokio::{
     signal::unix::{self, SignalKind},
+    task::yield_now,
     time::sleep,
 };
 
@@ -72,6 +73,19 @@ impl Signals {
                 }
             }
             Poll::Pending
+        })
+        .await
+    }
+
+    /// Returns those that have come so far.
+    pub(crate) async fn so_far(&mut self) -> Vec<Signal> {
+        // The runtime hears of them between two turns of this task.
+        yield_now().await;
+        poll_fn(|cx| {
+            let streams = self.streams.iter_mut();
+            let come =
+                streams.filter_map(|(signal, stream)| stream.poll_recv(cx).is_ready().then_some(*signal));
+            Poll::Ready(come.collect())
         })
         .await
     }
