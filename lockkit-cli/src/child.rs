@@ -323,6 +323,11 @@ impl Child {
             self.signal(Signal::KILL);
         }
         let status = self.reap()?;
+        Ok((status, self.end_all(within).await))
+    }
+
+    /// Kills what there is of the command, again and again until it is gone, or `within` that time. Returns whether all is gone.
+    pub(crate) async fn end_all(&self, within: Duration) -> bool {
         let deadline = Instant::now() + within;
         let mut seen_none = false;
         loop {
@@ -339,7 +344,7 @@ impl Child {
             let gone = std::mem::replace(&mut seen_none, none) && none;
             if gone || Instant::now() >= deadline {
                 family::reap_orphans(self.pid);
-                return Ok((status, gone));
+                return gone;
             }
             sleep(LOOK_KILLED).await;
         }

@@ -45,6 +45,7 @@ const MOST_REASONS: usize = 16;
 /// The time that all that the command has started gets to be gone when it has been killed: far longer than that takes,
 /// unless the system is stuck.
 const KILLED_WITHIN: Duration = Duration::from_secs(5);
+const STILL_THERE: &str = "some of what the command has started was killed and is still there";
 
 /// The time that the server gets to take note that this client has gone: the way to one at the other end of the world and back. At the end
 /// of a wait, the last question is part of it.
@@ -474,7 +475,19 @@ impl Supervised {
         })
     }
 
+    /// Nothing is left of the command when this is done, also if it fails, but for what a command that exited by itself leaves behind.
     async fn until_end(&mut self, guard: &LockGuard, signals: &mut Signals) -> Result<Ending, Failure> {
+        let ending = self.watch(guard, signals).await;
+        if ending.is_err() {
+            self.child.signal(Signal::KILL);
+            if !self.child.end_all(KILLED_WITHIN).await {
+                say(STILL_THERE);
+            }
+        }
+        ending
+    }
+
+    async fn watch(&mut self, guard: &LockGuard, signals: &mut Signals) -> Result<Ending, Failure> {
         let mut lost = guard.lost();
         let mut exited = false;
         // When these came, there was no command yet to which the terminal could have sent them. One that comes while it begins may reach
@@ -618,7 +631,7 @@ impl Supervised {
         let ended = self.child.end(KILLED_WITHIN).await;
         let (_, gone) = ended.map_err(|error| cannot_wait(&error))?;
         if !gone {
-            say("some of what the command has started was killed and is still there");
+            say(STILL_THERE);
         }
         Ok(Ending::Stopped(why))
     }
@@ -1097,6 +1110,40 @@ mod tests {
             joins("by the end");
             stranger.kill().unwrap();
             stranger.wait().unwrap();
+        });
+    }
+
+    /// Somebody else has reaped the command. The guard goes when that is known, and the lock is free.
+    #[cfg(target_os = "linux")]
+    #[test]
+    fn a_command_that_cannot_be_waited_for_leaves_nothing() {
+        use std::io::{self, BufRead, BufReader};
+
+        use rustix::process::{Pid, WaitOptions, kill_process, waitpid};
+
+        alone(async {
+            for place in [Place::Apart, Place::Foreground { at_terminal: false }] {
+                let guard = MemoryBackend::new().guard("job").unwrap();
+                let (reader, writer) = io::pipe().unwrap();
+                let mut command = std::process::Command::new("sh");
+                let script = "sleep 60 >/dev/null & echo $!; echo $$; exec sleep 60 >/dev/null";
+                command.args(["-c", script]).stdout(writer);
+                let mut supervised = Supervised::spawn(&guard, place, command).await.unwrap();
+                let mut lines = BufReader::new(reader).lines();
+                let [started, command] = [(); 2].map(|()| lines.next().unwrap().unwrap());
+                let command = Pid::from_raw(command.parse().unwrap());
+                kill_process(command.unwrap(), Signal::KILL).unwrap();
+                waitpid(command, WaitOptions::empty()).unwrap();
+                let ending = supervised
+                    .until_end(&guard, &mut Signals::listen().unwrap())
+                    .await;
+                assert!(ending.is_err(), "{place:?}");
+                let stat = std::fs::read_to_string(format!("/proc/{started}/stat"));
+                assert!(
+                    stat.as_ref().map_or(true, |stat| stat.contains(") Z ")),
+                    "{place:?}: it is still there: {stat:?}"
+                );
+            }
         });
     }
 
