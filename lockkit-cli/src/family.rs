@@ -45,6 +45,17 @@ pub(crate) fn keep_room() -> io::Result<()> {
     Ok(())
 }
 
+/// Reads what the system says of a process, also if there is no descriptor left, where there is [room](keep_room).
+pub(crate) fn read_proc(process: &str, file: &str) -> io::Result<Vec<u8>> {
+    let read = || fs::read(format!("/proc/{process}/{file}"));
+    #[cfg(target_os = "linux")]
+    {
+        linux::with_room(read)
+    }
+    #[cfg(not(target_os = "linux"))]
+    read()
+}
+
 /// Reaps the children that have ended, `but` for one.
 pub(crate) fn reap_orphans(but: Pid) {
     #[cfg(target_os = "linux")]

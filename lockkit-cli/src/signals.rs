@@ -9,7 +9,7 @@ use tokio::{
     time::sleep,
 };
 
-use crate::failure::Failure;
+use crate::{failure::Failure, family};
 
 /// Signals that end a process that does not handle them.
 const ENDING: [Signal; 7] = [
@@ -201,7 +201,7 @@ const SELF: &str = "thread-self";
 
 /// One bit per signal, from the lowest. Where the system does not tell, none.
 fn mask(process: &str, name: &str) -> u64 {
-    let status = std::fs::read(format!("/proc/{process}/status")).unwrap_or_default();
+    let status = family::read_proc(process, "status").unwrap_or_default();
     // The name in it may be none.
     String::from_utf8_lossy(&status)
         .lines()

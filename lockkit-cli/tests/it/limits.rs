@@ -1,9 +1,9 @@
 //! The system's limits.
 
-use std::process::Command;
+use std::{collections::HashSet, fs, process::Command};
 
 use lockkit_testbed::skipped;
-use rustix::process::{Pid, Resource, getrlimit, getuid, prlimit};
+use rustix::process::{Pid, Resource, Rlimit, Signal, getrlimit, getuid, prlimit};
 
 use crate::tool::{Running, Site, lockkit, outcome};
 
@@ -112,6 +112,29 @@ fn who_waits_for_a_descriptor_says_so() {
     assert_eq!(waiter.line(), "up");
     let (status, more) = waiter.end();
     assert_eq!((status.code(), more.as_str()), (Some(0), ""), "it was said once");
+}
+
+/// Who handles TERM, lockkit asks with a descriptor that it has kept for that.
+#[test]
+fn a_handlers_last_work_is_spared_without_a_descriptor_left() {
+    let site = Site::new();
+    let handler = "$SIG{TERM} = sub { $SIG{TERM} = 'DEFAULT'; fork and exit 5; exec 'sh', '-c', 'sleep 0.3; echo done' }; \
+                   $| = 1; print qq(up\\n); sleep 60";
+    fs::write(site.path("handler"), handler).unwrap();
+    for _ in 0..10 {
+        let mut holder = site.running(&["--foreground"], "exec perl handler");
+        let entries = fs::read_dir(format!("/proc/{}/fd", holder.pid())).unwrap();
+        let names = entries.map(|entry| entry.unwrap().file_name().into_string().unwrap());
+        let open: HashSet<u64> = names.map(|name| name.parse().unwrap()).collect();
+        let full = Rlimit {
+            current: (0..).find(|descriptor| !open.contains(descriptor)),
+            ..getrlimit(Resource::Nofile)
+        };
+        prlimit(Pid::from_raw(holder.pid()), Resource::Nofile, full).unwrap();
+        holder.signal(Signal::TERM);
+        assert_eq!(holder.line(), "done");
+        assert_eq!(holder.end().0.code(), Some(5));
+    }
 }
 
 /// `sudo` often keeps the user's home.
