@@ -21,7 +21,7 @@ use crate::{
 };
 
 /// The time within which whoever has locked a file for the first time of a boot has written its record. One that stands still has not.
-const WRITTEN_WITHIN: Duration = Duration::from_millis(500);
+pub(crate) const WRITTEN_WITHIN: Duration = Duration::from_millis(500);
 /// The time between two looks at such a file. Whoever waits for the ledger asks for it more often.
 const WRITTEN_SOON: Duration = Duration::from_millis(5);
 
@@ -32,7 +32,7 @@ pub(crate) fn holders(files: &Files, name: &LockName, kind: LockKind) -> Result<
     let Some(file) = layout::open(&path)?.map(Arc::new) else {
         return Ok(Vec::new());
     };
-    let Some(last) = last_grant(files, &file)? else {
+    let Some(last) = last_grant(files, &file, WRITTEN_WITHIN)? else {
         return Ok(Vec::new());
     };
     last.check_name(name.as_str(), &path)?;
@@ -61,16 +61,18 @@ pub(crate) fn ask_back(files: &Files, name: &LockName, kind: LockKind, token: u6
     Ok(true)
 }
 
-/// Returns the name of these files, and its holders; `None` if they were never used, or if the name is not meant.
+/// Returns the name of these files, and its holders; `None` if they were never used, or if the name is not meant. A record that cannot be
+/// read gets that time to be written.
 pub(crate) fn holders_in(
     files: &Files,
     is_meant: impl FnOnce(&LockName) -> bool,
+    written_within: Duration,
 ) -> Result<Option<(LockName, Vec<TokenRecord>)>> {
     let path = files.main();
     let Some(file) = layout::open(&path)?.map(Arc::new) else {
         return Ok(None);
     };
-    let Some(last) = last_grant(files, &file)? else {
+    let Some(last) = last_grant(files, &file, written_within)? else {
         return Ok(None);
     };
     let name = LockName::new(&last.name).ok().filter(|name| files.are_of(name));
@@ -94,7 +96,7 @@ pub(crate) fn holders_in(
 /// # Errors
 /// If the record cannot be read and somebody holds: to a process with another boot id, as in a container, damage looks like the work of a
 /// crash, after which nobody would hold.
-fn last_grant(files: &Files, file: &Arc<File>) -> Result<Option<TokenRecord>> {
+fn last_grant(files: &Files, file: &Arc<File>, written_within: Duration) -> Result<Option<TokenRecord>> {
     let last = token_record::read(files, file)?;
     if last.is_some() || !has_content(files, file)? {
         return Ok(last);
@@ -112,7 +114,7 @@ fn last_grant(files: &Files, file: &Arc<File>) -> Result<Option<TokenRecord>> {
             return Ok(last);
         }
         // If it had not, it has locked the file, and waits for the ledger behind this.
-        if began.elapsed() >= WRITTEN_WITHIN {
+        if began.elapsed() >= written_within {
             return Err(FileError::Damaged { path: files.main() });
         }
         thread::sleep(WRITTEN_SOON);

@@ -5,6 +5,7 @@ use std::{
     fs::{self, ReadDir},
     io,
     sync::Arc,
+    time::Duration,
 };
 
 use async_trait::async_trait;
@@ -13,7 +14,7 @@ use lockkit_core::{ListedLock, LockName, LockState, Result, spi::Lister};
 use crate::{
     backend::{blocking, shown},
     error::FileError,
-    inspect,
+    inspect::{self, WRITTEN_WITHIN},
     layout::{Files, Layout},
 };
 
@@ -58,7 +59,8 @@ impl Lister for FileLister {
     async fn page(&mut self) -> Result<Option<Vec<ListedLock>>> {
         let (layout, prefix) = (self.layout.clone(), self.prefix.clone());
         let progress = std::mem::replace(&mut self.progress, Progress::Gone);
-        let looked = blocking(move || look(&layout, &prefix, progress)).await;
+        let has_failed = self.failed.is_some();
+        let looked = blocking(move || look(&layout, &prefix, progress, has_failed)).await;
         let looked = looked.map_err(|error| error.into_error("list"))?;
         let Some(Page { locks, failed, rest }) = looked else {
             let failed = self.failed.take();
@@ -70,7 +72,12 @@ impl Lister for FileLister {
     }
 }
 
-fn look(layout: &Arc<Layout>, prefix: &str, progress: Progress) -> Result<Option<Page>, FileError> {
+fn look(
+    layout: &Arc<Layout>,
+    prefix: &str,
+    progress: Progress,
+    has_failed: bool,
+) -> Result<Option<Page>, FileError> {
     let dir = layout.dir();
     let unreadable = |error| FileError::io("read the directory", &dir)(error);
     let mut rest = match progress {
@@ -94,7 +101,13 @@ fn look(layout: &Arc<Layout>, prefix: &str, progress: Progress) -> Result<Option
         let Some(files) = layout.files_of(&file_name, prefix) else {
             continue;
         };
-        match lock(&files, prefix) {
+        // A list that ends with an error anyway waits for no other record: there may be many damaged ones.
+        let written_within = if has_failed || failed.is_some() {
+            Duration::ZERO
+        } else {
+            WRITTEN_WITHIN
+        };
+        match lock(&files, prefix, written_within) {
             Ok(found) => locks.extend(found),
             Err(error) => failed = failed.or(Some(error)),
         }
@@ -103,9 +116,9 @@ fn look(layout: &Arc<Layout>, prefix: &str, progress: Progress) -> Result<Option
 }
 
 /// Returns the lock that has these files, if its name has the prefix and somebody holds it.
-fn lock(files: &Files, prefix: &str) -> Result<Option<ListedLock>, FileError> {
+fn lock(files: &Files, prefix: &str, written_within: Duration) -> Result<Option<ListedLock>, FileError> {
     let is_meant = |name: &LockName| name.as_str().starts_with(prefix);
-    let Some((name, holders)) = inspect::holders_in(files, is_meant)? else {
+    let Some((name, holders)) = inspect::holders_in(files, is_meant, written_within)? else {
         return Ok(None);
     };
     if holders.is_empty() {
@@ -113,4 +126,64 @@ fn lock(files: &Files, prefix: &str) -> Result<Option<ListedLock>, FileError> {
     }
     let state = LockState::new(holders.into_iter().map(shown).collect(), None);
     Ok(Some(ListedLock::new(name, files.kind(), state)))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{os::unix::fs::FileExt, time::Instant};
+
+    use lockkit_core::{
+        LockKind,
+        spi::{ClaimRequest, Mode, OwnerId},
+    };
+    use tempfile::TempDir;
+
+    use super::*;
+    use crate::{
+        blocking_claim::{BlockingClaim, ClaimSpec},
+        boot::BootId,
+        layout,
+    };
+
+    /// A holder whose record another boot cannot read.
+    fn damaged(layout: &Arc<Layout>, number: u8) -> BlockingClaim {
+        let name = LockName::new(format!("job-{number}")).unwrap();
+        let files = layout.files(&name, LockKind::Lock);
+        let main = files.main();
+        let ttl = Duration::from_secs(30);
+        let mut claim = BlockingClaim::new(Arc::new(ClaimSpec {
+            request: ClaimRequest::new(name, Mode::Exclusive, ttl, OwnerId::new(number.into())),
+            files,
+            watcher: None,
+            poll: ttl,
+            pace: Arc::default(),
+        }));
+        claim.attempt(false, Instant::now().into()).unwrap();
+        let (file, _) = layout::open_writable(&main).unwrap().unwrap();
+        let torn = vec![!0_u8; fs::read(&main).unwrap().len()];
+        file.write_all_at(&torn, 0).unwrap();
+        claim
+    }
+
+    #[tokio::test]
+    async fn damaged_records_cost_a_list_one_wait_in_all() {
+        let dir = TempDir::new().unwrap();
+        let [one, other] = [1, 2].map(|number| {
+            let boot = BootId::from_bytes([number; BootId::BYTES]);
+            Arc::new(Layout::open_in(boot, dir.path(), "").unwrap())
+        });
+        let holders: Vec<_> = (1..=8).map(|number| damaged(&one, number)).collect();
+        let mut list = FileLister::new(other, "");
+        let began = Instant::now();
+        let ended = loop {
+            match list.page().await {
+                Ok(Some(page)) => assert!(page.is_empty(), "{page:?}"),
+                ended => break ended,
+            }
+        };
+        let took = began.elapsed();
+        assert!(ended.is_err(), "they are held");
+        assert!(took < WRITTEN_WITHIN * 4, "{took:?}");
+        drop(holders);
+    }
 }
