@@ -384,9 +384,10 @@ fn the_last_word_does_not_wait_for_a_silent_server() {
     );
 }
 
-/// Where a wait of three seconds has to be over, and one that a signal ends: 0.4 s are promised after either, and a tenth is for the
-/// process's own beginning and end.
+/// Where a wait of three seconds has to be over, one of a second, and one that a signal ends: 0.4 s are promised after each, and a tenth is
+/// for the process's own beginning and end.
 const WAIT_BAR: Duration = Duration::from_millis(3_500);
+const CONNECT_BAR: Duration = Duration::from_millis(1_500);
 const SIGNAL_BAR: Duration = Duration::from_millis(500);
 /// The attempts that a busy machine may make void.
 const TRIES: u32 = 6;
@@ -448,14 +449,12 @@ fn nobody_waits_longer_for_a_stalled(url: &str, stall: impl Fn(), go_on: impl Fn
             shown.contains("1 waiting").then_some(())
         });
     };
-    let wait = ["--wait", "3s"];
-
     in_time(
         &format!("{url}, in the queue"),
         WAIT_BAR,
         held,
         |(name, _holder)| {
-            let waiter = run(&wait, &name, &["true"]);
+            let waiter = run(&["--wait", "3s"], &name, &["true"]);
             is_in_queue(&name);
             stall();
             // Nobody knows any more that it is taken, unless the server has said so in the last second.
@@ -465,9 +464,9 @@ fn nobody_waits_longer_for_a_stalled(url: &str, stall: impl Fn(), go_on: impl Fn
     );
     in_time(
         &format!("{url}, from connecting on"),
-        WAIT_BAR,
+        CONNECT_BAR,
         &stall,
-        |()| ends(run(&wait, "job", &["true"]), &[125]),
+        |()| ends(run(&["--wait", "1s"], "job", &["true"]), &[125]),
         &go_on,
     );
     let begin = || {

@@ -2,6 +2,7 @@
 
 mod breaking;
 mod catalogue;
+mod check;
 mod command_line;
 mod connecting;
 mod fencing;

@@ -204,7 +204,7 @@ fn a_lockkit_within_continues_its_command_while_it_has_the_lock() {
         });
         if !goes_on {
             // The passing of the lease is the condition.
-            std::thread::sleep(Duration::from_secs(4));
+            std::thread::sleep(Duration::from_millis(3_200));
         }
         let before = written();
         holder.signal(Signal::CONT);

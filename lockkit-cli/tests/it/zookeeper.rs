@@ -87,19 +87,3 @@ fn who_inspects_or_breaks_leaves_no_session() {
     }
     assert_eq!(server.figure("zk_global_sessions").unwrap(), 0);
 }
-
-/// With all defaults a session outlives its process by half a minute, which is for the suite to know.
-#[test]
-fn a_check_waits_as_long_as_the_dead_keep_their_names() {
-    let Some(server) = server(2_000) else { return };
-    let url = format!("zk://{}", server.addr());
-    let checks: Vec<_> = ["killed_holder", "during_shutdown"]
-        .map(|cases| Running::spawn(&mut lockkit(&["check", "--url", &url, "--only", cases])))
-        .into();
-    for (check, passed) in checks.into_iter().zip([2, 1]) {
-        let (status, shown) = check.end_with_output();
-        assert_eq!(status.code(), Some(0), "{shown}");
-        let count = format!("{passed} passed, 0 failed, 0 skipped");
-        assert_eq!(shown.lines().last(), Some(count.as_str()), "{shown}");
-    }
-}
