@@ -187,6 +187,16 @@ impl Child {
         }
     }
 
+    /// Passes on a signal that came before there was a command to which the terminal could have sent it, or while it began. If it came later,
+    /// because this process had to wait for its turn, the command has a handler by now, and does not get it twice.
+    pub(crate) fn pass_on_early(&self, signal: Signal) {
+        if handles(self.pid, signal) {
+            self.pass_on(signal);
+        } else {
+            self.signal(signal);
+        }
+    }
+
     /// Sends a signal to the command and what it has started. One that is stopped goes on, if it is to end. What does not get the signal
     /// stays stopped, as a job that its user has suspended.
     pub(crate) fn signal(&self, signal: Signal) {

@@ -490,11 +490,9 @@ impl Supervised {
     async fn watch(&mut self, guard: &LockGuard, signals: &mut Signals) -> Result<Ending, Failure> {
         let mut lost = guard.lost();
         let mut exited = false;
-        // When these came, there was no command yet to which the terminal could have sent them. One that comes while it begins may reach
-        // it twice, which is harmless before it has a handler.
         let early = signals.so_far().await;
         for signal in early {
-            self.child.signal(signal);
+            self.child.pass_on_early(signal);
             self.follow(signal, signals).await;
         }
         loop {
