@@ -33,11 +33,12 @@ use crate::{
     error::{self, Failure},
     fence,
     holder_watch::EtcdWatch,
-    layout::{Layout, asked_back, contender, is_asked_back, label, prefix, reads_as_asked},
+    layout::{Layout, asked_back, contender, is_asked_back, label, lost_lease, prefix, reads_as_asked},
     lease::{MAX_TTL, seconds},
     list::EtcdLister,
     lock,
     members::Members,
+    own_key::{MAX_CHANGES, as_read, put_back},
     session::Session,
     watch::Watcher,
     wire::{
@@ -160,29 +161,40 @@ impl EtcdBackend {
         kind: LockKind,
         token: FencingToken,
     ) -> error::Result<Option<Lease>> {
-        let Some(kv) = self.key_of(name, kind, token).await? else {
-            return Ok(None);
-        };
-        let since = Instant::now();
-        let connection = self.shared.members.connection().await?;
-        let left = connection.time_to_live(kv.lease).await?;
-        if !is_asked_back(&kv) {
+        let members = &self.shared.members;
+        let queue = self.shared.layout.queue(name, kind);
+        for _ in 0..MAX_CHANGES {
+            let Some(kv) = self.key_of(name, kind, token).await? else {
+                return Ok(None);
+            };
+            if let Some(lease) = lost_lease(&queue, &kv) {
+                // First of all: after another write, nobody could tell any more which lease its client counts with.
+                put_back(members, kv, lease).await?;
+                continue;
+            }
+            let since = Instant::now();
+            let left = members.connection().await?.time_to_live(kv.lease).await?;
+            let lease = Lease::new(since, left.map(Duration::from_secs));
+            if is_asked_back(&kv) {
+                return Ok(Some(lease));
+            }
             let put = PutRequest {
                 key: kv.key.clone(),
                 value: asked_back(&kv),
                 ignore_lease: true,
                 ..PutRequest::default()
             };
+            // One that was written to meanwhile may have been taken off its lease, and is read again.
             let request = TxnRequest {
-                compare: vec![Compare::created(kv.key, kv.create_revision)],
+                compare: as_read(&kv),
                 success: vec![Request::Put(put).into()],
                 failure: Vec::new(),
             };
-            if !self.shared.members.call(request).await?.succeeded {
-                return Ok(None);
+            if members.call(request).await?.succeeded {
+                return Ok(Some(lease));
             }
         }
-        Ok(Some(Lease::new(since, left.map(Duration::from_secs))))
+        Err(Failure::Unknown("the key keeps being written to".to_owned()))
     }
 
     async fn end(&self, name: &LockName, kind: LockKind, token: FencingToken) -> error::Result<bool> {

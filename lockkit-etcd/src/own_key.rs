@@ -23,6 +23,7 @@ use crate::{
     fence,
     layout::is_asked_back,
     lease::seconds,
+    members::Members,
     session::{Entering, Leftover, Session},
     watch::{Watch, WatchEvent},
     wire::{
@@ -34,8 +35,8 @@ use crate::{
 /// then. Whoever deletes its key, or asks for the hold, before that is heard so much later.
 const WATCHED_FROM: Duration = Duration::from_millis(20);
 
-/// The number of times that a key is read to change its lease.
-const MAX_CHANGES: usize = 16;
+/// The number of times that a key is read to write to it.
+pub(crate) const MAX_CHANGES: usize = 16;
 
 /// A claim's own key, which may be there. If it is dropped without having been [cleared](OwnKey::clear), its session deletes the key.
 #[derive(Debug)]
@@ -586,25 +587,31 @@ fn known(answer: TxnResponse) -> Option<TxnResponse> {
 
 /// Returns the request that puts a key that was read, with another lease and nothing else.
 fn lease_change(kv: KeyValue, lease: i64) -> TxnRequest {
+    let compare = as_read(&kv);
     let put = PutRequest {
-        key: kv.key.clone(),
+        key: kv.key,
         lease,
         ignore_value: true,
         ..PutRequest::default()
     };
     TxnRequest {
-        compare: vec![
-            Compare::created(kv.key.as_slice(), kv.create_revision),
-            Compare::modified(kv.key, kv.mod_revision),
-        ],
+        compare,
         success: vec![Request::Put(put).into()],
         failure: Vec::new(),
     }
 }
 
+/// Returns the comparisons by which a key that was read is still as it was.
+pub(crate) fn as_read(kv: &KeyValue) -> Vec<Compare> {
+    vec![
+        Compare::created(kv.key.as_slice(), kv.create_revision),
+        Compare::modified(kv.key.as_slice(), kv.mod_revision),
+    ]
+}
+
 /// Sees to the key of another claim, which was read, that somebody has taken off this lease, and whose client counts with that: puts it on it
 /// again, as its client does, or deletes it if the lease is gone, as the servers would have done.
-pub(crate) async fn put_back(session: &Session, kv: KeyValue, lease: i64) -> Result<()> {
+pub(crate) async fn put_back(members: &Members, kv: KeyValue, lease: i64) -> Result<()> {
     let key = kv.key.escape_ascii();
     tracing::warn!(%key, "somebody has written to a key and taken it off its lease; it ends with that");
     let back = lease_change(kv.clone(), lease);
@@ -618,8 +625,8 @@ pub(crate) async fn put_back(session: &Session, kv: KeyValue, lease: i64) -> Res
         success: vec![Request::Delete(delete).into()],
         failure: Vec::new(),
     };
-    match session.txn(back).await {
-        Err(Failure::NoLease) => session.txn(gone).await.map(drop),
+    match members.call(back).await {
+        Err(Failure::NoLease) => members.call(gone).await.map(drop),
         put => put.map(drop),
     }
 }

@@ -23,6 +23,7 @@ use crate::{
     error::{Failure, Result},
     fence,
     layout::{contender, entry, lost_lease, prefix},
+    members::Members,
     own_key::{OwnKey, Predecessors, made_by, put_back},
     session::Session,
     wire::{Compare, KeyValue, PutRequest, RangeRequest, Request, SortOrder, SortTarget, TxnRequest},
@@ -46,7 +47,7 @@ impl EtcdClaim {
                 if !waits && self.request.mode != Mode::Exclusive {
                     let seen = session.range(self.look(None)).await?;
                     let is_taken = self.is_busy(&seen);
-                    if is_taken && !has_lost_keys(&session, &self.queue, &seen).await {
+                    if is_taken && !has_lost_keys(&self.shared.members, &self.queue, &seen).await {
                         return Ok(None);
                     }
                 }
@@ -68,10 +69,9 @@ impl EtcdClaim {
                     None => {
                         let seen = answer.responses.into_iter().find_map(|answer| answer.range);
                         let seen = seen.map(|seen| seen.kvs).unwrap_or_default();
-                        let session = own.session.clone();
                         self.clear();
                         let is_taken = !waits && self.is_busy(&seen);
-                        if is_taken && !has_lost_keys(&session, &self.queue, &seen).await {
+                        if is_taken && !has_lost_keys(&self.shared.members, &self.queue, &seen).await {
                             return Ok(None);
                         }
                         // Something else has kept the key from being made.
@@ -116,7 +116,7 @@ impl EtcdClaim {
             Some(seen) => seen,
             None => session.range(self.look(Some(revision))).await?,
         };
-        if has_lost_keys(&session, &self.queue, &seen).await {
+        if has_lost_keys(&self.shared.members, &self.queue, &seen).await {
             return Ok(None);
         }
         let contenders = self.contenders(&seen);
@@ -279,13 +279,13 @@ impl EtcdClaim {
 
 /// Sees to the keys that somebody has taken off their leases: those of clients that are gone would bar the name for ever. Returns `true` if it
 /// has done so for one, so that it is to be looked again.
-async fn has_lost_keys(session: &Session, queue: &str, seen: &[KeyValue]) -> bool {
+async fn has_lost_keys(members: &Members, queue: &str, seen: &[KeyValue]) -> bool {
     let mut has = false;
     for kv in seen {
         let Some(lease) = lost_lease(queue, kv) else {
             continue;
         };
-        match put_back(session, kv.clone(), lease).await {
+        match put_back(members, kv.clone(), lease).await {
             Ok(()) => has = true,
             Err(error) => tracing::debug!(%error, "a key without its lease stays without it"),
         }

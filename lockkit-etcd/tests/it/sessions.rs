@@ -6,7 +6,7 @@ use std::{
 };
 
 use lockkit_conformance::stall::{Stopwatch, timeout};
-use lockkit_core::{AcquireOptions, Error, LockClient, LossReason, spi::chain};
+use lockkit_core::{AcquireOptions, Error, LockClient, LossReason, Revocation, spi::chain};
 use lockkit_etcd::EtcdBackend;
 use lockkit_testbed::{Lateness, Mode, Proxy, etcd::EtcdServer, eventually};
 
@@ -275,6 +275,17 @@ async fn a_key_that_is_put_without_its_lease_gets_it_back() {
     contend(shared(), &name, 0).await;
 }
 
+/// Makes the key of a contender that is killed as soon as somebody has written to its key. Returns the lease that it had.
+fn orphan(name: &str) -> String {
+    let granted = shared().ctl(&["lease", "grant", "600"]).unwrap();
+    let lease = granted.split_whitespace().nth(1).expect("its id").to_owned();
+    let key = format!("{}{lease}.{}.0", queue(name), "a".repeat(32));
+    let on_lease = format!("--lease={lease}");
+    shared().ctl(&["put", &key, "theirs", &on_lease]).unwrap();
+    shared().ctl(&["put", &key, "mine"]).unwrap();
+    lease
+}
+
 /// Its client puts it back, unless that is gone: then nobody was left to end it.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_key_without_its_lease_ends_with_that_all_the_same() {
@@ -282,16 +293,6 @@ async fn a_key_without_its_lease_ends_with_that_all_the_same() {
         return;
     }
     let client = connect(&shared().url()).await;
-    // A contender that is killed as soon as somebody has written to its key.
-    let orphan = |name: &str| {
-        let granted = shared().ctl(&["lease", "grant", "600"]).unwrap();
-        let lease = granted.split_whitespace().nth(1).expect("its id").to_owned();
-        let key = format!("{}{lease}.{}.0", queue(name), "a".repeat(32));
-        let on_lease = format!("--lease={lease}");
-        shared().ctl(&["put", &key, "theirs", &on_lease]).unwrap();
-        shared().ctl(&["put", &key, "mine"]).unwrap();
-        lease
-    };
     // The lease may have a client.
     let name = unique("alive");
     let lease = block(|| orphan(&name));
@@ -310,6 +311,33 @@ async fn a_key_without_its_lease_ends_with_that_all_the_same() {
             let tried = soon("a try", lock(&client, &name).try_acquire()).await;
             let guard = tried.unwrap().expect("nobody holds");
             guard.release().await.unwrap();
+        }
+        contend(shared(), &name, 0).await;
+    }
+}
+
+/// The request itself is a write, after which nobody can tell which lease its client counts with.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_key_without_its_lease_gets_it_back_when_it_is_asked_for() {
+    if no_etcd() {
+        return;
+    }
+    let client = connect(&shared().url()).await;
+    for has_lease in [true, false] {
+        let name = unique("asked");
+        let lease = block(|| orphan(&name));
+        let token = client.inspect(&name).await.unwrap().holders[0].token;
+        if !has_lease {
+            block(|| shared().revoke(&lease)).unwrap();
+        }
+        let asked = soon("a request", client.revoke(&name, token, Duration::ZERO)).await;
+        let asked = asked.unwrap();
+        if has_lease {
+            let counts = matches!(asked, Revocation::StillHeld { left: Some(_) });
+            assert!(counts, "its client may hold: {asked:?}");
+            block(|| shared().revoke(&lease)).unwrap();
+        } else {
+            assert_eq!(asked, Revocation::NotHeld);
         }
         contend(shared(), &name, 0).await;
     }
