@@ -23,7 +23,7 @@ use crate::{
 };
 
 /// A connection is dead if a reply takes longer. All its statements are short.
-const DEAD_AFTER: Duration = Duration::from_secs(5);
+pub(crate) const DEAD_AFTER: Duration = Duration::from_secs(5);
 
 /// The time after which a session that had not read its request is looked at again.
 const MOMENT: Duration = Duration::from_millis(2);

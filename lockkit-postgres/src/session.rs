@@ -20,13 +20,13 @@ use lockkit_core::{
 };
 use tokio::{
     sync::{OnceCell, OwnedSemaphorePermit, Semaphore},
-    time::{Instant, sleep, timeout_at},
+    time::{Instant, sleep, timeout, timeout_at},
 };
 
 use crate::{
     NAME, Schema,
     connection::{Options, Parameter, Query, Reply, Wire},
-    control::Control,
+    control::{Control, DEAD_AFTER},
     error::{During, Failure},
     schema,
     server::{self, Backend},
@@ -45,6 +45,10 @@ const EXPIRY_MARGIN: Duration = Duration::from_millis(200);
 
 /// A connection may be dead if a reply takes longer. It is abandoned for another.
 pub(crate) const REPLY_TIMEOUT: Duration = Duration::from_secs(1);
+
+/// The time within which one makes all that locks need. Others that make the same come first, each for a moment. Who comes after one that heard
+/// nothing for so long finds the connection dead, and takes another.
+const PREPARE_TIMEOUT: Duration = DEAD_AFTER.saturating_mul(2);
 
 /// One session of the server: no other ever has the same.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -118,9 +122,16 @@ impl Sessions {
             return Ok(());
         }
         let (prepared, control, schema) = (self.prepared.clone(), self.control.clone(), self.schema);
-        // An acquisition that nobody polls for a while would otherwise keep all others waiting.
+        // An acquisition that nobody polls for a while would otherwise keep all others waiting, and so would a server that falls silent.
         let preparing = async move {
-            let prepare = || schema::prepare(operation, &control, schema);
+            let prepare = || async {
+                let done = timeout(PREPARE_TIMEOUT, schema::prepare(operation, &control, schema)).await;
+                done.unwrap_or_else(|_| {
+                    let why =
+                        format!("what locks need in the database was not there within {PREPARE_TIMEOUT:?}");
+                    Err(Error::transient(NAME, operation, why))
+                })
+            };
             prepared.get_or_try_init(prepare).await.copied()
         };
         resumable::on_runtime(NAME, operation, preparing, &self.options.runtime).await?

@@ -56,6 +56,7 @@ tests! {
     sessions_are_kept_and_closed
     a_first_burst_makes_the_tables_over_one_connection
     who_stops_while_it_makes_the_tables_is_in_nobodys_way
+    who_makes_the_tables_at_a_silent_server_gives_up
     idle_sessions_that_are_closed_are_in_nobodys_way
     another_runtime_that_ends_takes_no_connection_along
     a_backend_that_outlives_its_runtime_says_so
@@ -1095,6 +1096,27 @@ async fn who_stops_while_it_makes_the_tables_is_in_nobodys_way() {
         other.release().await.unwrap();
         drop(first);
     }
+}
+
+/// Nobody polls the one that makes the tables any more, and its connection is silent for ever.
+async fn who_makes_the_tables_at_a_silent_server_gives_up() {
+    let server = private(&[]);
+    let proxy = Proxy::start(server.addr()).unwrap();
+    let backend = PostgresBackend::connect(config(proxy.addr())).await.unwrap();
+    proxy.set(Mode::HalfOpen);
+    proxy.set(Mode::Pass);
+    let mut claim = backend.claim(&request("a", spi::Mode::Exclusive)).await.unwrap();
+    let mut first = claim.attempt(Duration::ZERO);
+    tokio::select! {
+        outcome = &mut first => panic!("nobody replies: {outcome:?}"),
+        () = eventually("it asks", async || proxy.counts().lost.bytes > 0) => {}
+    }
+    let mut other = backend.claim(&request("b", spi::Mode::Exclusive)).await.unwrap();
+    let granted = timeout(Duration::from_secs(40), other.attempt(Duration::ZERO)).await;
+    let granted = granted.expect("it takes another connection").unwrap();
+    assert!(granted.is_some());
+    other.release().await.unwrap();
+    drop(first);
 }
 
 /// A client has as many connections as it may have, and all of them are idle. They are about to expire.
