@@ -720,8 +720,8 @@ impl RowClaim {
     }
 }
 
-/// Waits a moment for the row, and then asks the server whether it has the session wait: only the server knows that the name is
-/// taken, and of a dead connection nothing is ever heard. If it `is_queueing`, the server may not have heard of it yet.
+/// Asks the server whether it has the session wait, after a moment if it `is_queueing`: only the server knows that the name is taken, and of a
+/// dead connection nothing is ever heard. The server may not have heard yet of a request that was just sent.
 async fn wait_in_queue(
     shared: &Shared,
     session: &mut Session,
@@ -747,7 +747,7 @@ async fn wait_in_queue(
         return Ok(Wait::Over);
     }
     // A request that waits for a table shows later whether the row is taken.
-    if state.is_some() || is_queueing && sent.elapsed() < REPLY_TIMEOUT {
+    if state.is_some() || sent.elapsed() < REPLY_TIMEOUT {
         let _ = timeout(WAITS_UNASKED, session.receive()).await;
         return Ok(Wait::Unknown);
     }

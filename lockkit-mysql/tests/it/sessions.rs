@@ -55,6 +55,7 @@ for_each_flavour! {
     a_row_that_was_deleted_is_not_taken
     an_attempt_that_gets_no_tokens_keeps_no_table
     a_wait_that_is_heard_of_late_goes_on
+    a_first_wait_that_is_heard_of_late_goes_on
     a_wait_that_the_server_ends_goes_on
     a_hold_that_ends_in_a_deadlock_is_lost
     a_release_that_meets_a_deadlock_says_that_the_hold_was_lost
@@ -866,6 +867,32 @@ async fn a_wait_that_is_heard_of_late_goes_on(flavour: Flavour) {
         "{before:?}, {after:?}"
     );
     guard.release().await.unwrap();
+}
+
+/// The name was seen to be taken before the wait was sent, by a client that did not know whether it has a row.
+async fn a_first_wait_that_is_heard_of_late_goes_on(flavour: Flavour) {
+    let server = private(flavour, &[]);
+    let holder = client(server.addr(), Mode::ForUpdate).await;
+    let guard = holder.lock("a").unwrap().acquire().await.unwrap();
+    // A request that begins with it.
+    let wait = "\u{3}SELECT UUID_SHORT() ticket";
+    let (addr, mut held) = hold_back(server.addr(), wait).await.unwrap();
+    let backend = MySqlBackend::connect(config(addr)).await.unwrap();
+    let mut claim = backend.claim(&request("a", spi::Mode::Exclusive)).await.unwrap();
+    let patience = Duration::from_secs(5);
+    assert!(claim.attempt(patience).await.unwrap().is_none());
+    held.came().await;
+    let delivery = async {
+        sleep(Duration::from_millis(200)).await;
+        drop(held.deliver());
+    };
+    let (attempted, ()) = join(claim.attempt(patience), delivery).await;
+    assert!(attempted.unwrap().is_none());
+    guard.release().await.unwrap();
+    let turn = timeout(Duration::from_secs(20), claim.notified()).await;
+    turn.expect("it waits in the same session");
+    assert!(claim.attempt(patience).await.unwrap().is_some());
+    claim.release().await.unwrap();
 }
 
 async fn a_wait_that_the_server_ends_goes_on(flavour: Flavour) {
