@@ -169,6 +169,7 @@ impl Election {
             due: None,
             is_woken: false,
             asked: Instant::now(),
+            lease_ends: None,
             looked_at: None,
             leader: None,
             highest: FencingToken::new(0),
@@ -507,6 +508,8 @@ pub struct Observer {
     is_woken: bool,
     /// The time at which the last look was begun.
     asked: Instant,
+    /// The end of the leader's lease, by the last look that was answered.
+    lease_ends: Option<Instant>,
     /// The time at which the last look was begun that was answered and believed.
     looked_at: Option<Instant>,
     leader: Option<Leader>,
@@ -613,7 +616,14 @@ impl Observer {
         }
         let (asked, looked) = self.election.ask().await;
         self.asked = asked;
-        let left = looked.as_ref().ok().and_then(|state| state.holders.first()?.left);
+        // A look that fails tells nothing of the lease that was seen last, which ends all the same.
+        if let Ok(state) = &looked {
+            let left = state.holders.first().and_then(|holder| holder.left);
+            self.lease_ends = left.and_then(|left| asked.checked_add(left));
+        }
+        let left = self
+            .lease_ends
+            .and_then(|ends| ends.checked_duration_since(asked));
         self.due = Some(self.asked + self.wakes.pause(left));
         let state = looked?;
         let known = self.leader.as_ref();

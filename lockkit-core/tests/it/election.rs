@@ -17,7 +17,7 @@ use lockkit_core::{
     AcquireOptions, Election, Error, FencingToken, Holder, Instant, Leader, LockClient, LockKind, LockName,
     LockState, LossReason, MemoryBackend, Result,
     memory::FaultPoint,
-    spi::{Backend, BackendInfo, Claim, ClaimRequest, Mode, OwnerId},
+    spi::{Backend, BackendInfo, Claim, ClaimRequest, HolderWatch, Mode, OwnerId},
 };
 use tokio::{sync::mpsc, time::timeout};
 
@@ -100,6 +100,61 @@ async fn the_end_of_a_lease_is_seen_when_it_comes() {
     assert_eq!((reason, seen.unwrap()), (LossReason::Expired, None));
     let took = began.elapsed();
     assert!(took >= 2 * SECOND && took <= 3 * SECOND + 60 * MS, "{took:?}");
+}
+
+/// The memory backend, whose next inspection fails if that is asked for.
+#[derive(Clone, Debug, Default)]
+struct FailsToShow {
+    memory: MemoryBackend,
+    fails: Arc<AtomicBool>,
+}
+
+#[async_trait]
+impl Backend for FailsToShow {
+    fn info(&self) -> BackendInfo {
+        self.memory.info()
+    }
+
+    async fn claim(&self, request: &ClaimRequest) -> Result<Box<dyn Claim>> {
+        self.memory.claim(request).await
+    }
+
+    async fn inspect(&self, name: &LockName, kind: LockKind) -> Result<LockState> {
+        if self.fails.swap(false, Ordering::SeqCst) {
+            return Err(Error::transient("shown", "inspect", "as was asked for"));
+        }
+        self.memory.inspect(name, kind).await
+    }
+
+    async fn watch(&self, name: &LockName, kind: LockKind) -> Result<Option<Box<dyn HolderWatch>>> {
+        self.memory.watch(name, kind).await
+    }
+
+    async fn close(&self) -> Result<()> {
+        self.memory.close().await
+    }
+}
+
+/// It looks once in ten seconds otherwise, where the backend wakes it.
+#[tokio::test(start_paused = true)]
+async fn a_look_that_fails_forgets_no_end_of_a_lease() {
+    let backend = FailsToShow::default();
+    let stands = election(backend.memory.clone()).with_ttl(12 * SECOND);
+    let mut observer = election(backend.clone()).observe();
+    assert_eq!(observer.next().await.unwrap(), None);
+    let leadership = stands.candidate("ada").unwrap().campaign().await.unwrap();
+    let began = Instant::now();
+    assert!(observer.next().await.unwrap().is_some());
+    backend.memory.fail_next(FaultPoint::Renew, u32::MAX);
+    // Its next look is due soon after that.
+    let quiet = timeout(7 * SECOND, observer.next()).await;
+    assert!(quiet.is_err(), "nothing changed: {quiet:?}");
+    backend.fails.store(true, Ordering::SeqCst);
+    assert!(observer.next().await.unwrap_err().is_transient());
+    let (reason, seen) = tokio::join!(leadership.lost(), observer.next());
+    assert_eq!((reason, seen.unwrap()), (LossReason::Expired, None));
+    let took = began.elapsed();
+    assert!(took >= 11 * SECOND && took <= 12 * SECOND + 60 * MS, "{took:?}");
 }
 
 #[tokio::test(start_paused = true)]
