@@ -631,14 +631,19 @@ async fn borrow<'a>(
             return loan;
         }
         let proven = hold.cell.valid_until();
-        let ends = ends(hold);
-        if let Some(end) = ends {
-            timer.as_mut().reset(end);
+        let warns = overdue(hold).filter(|at| Instant::now() < *at);
+        let wakes = warns.into_iter().chain(ends(hold)).min();
+        if let Some(at) = wakes {
+            timer.as_mut().reset(at);
         }
         tokio::select! {
             biased;
             loan = lending.as_mut() => return loan,
-            () = timer.as_mut(), if ends.is_some() => {
+            () = timer.as_mut(), if wakes.is_some() => {
+                // Whoever has the claim renews the hold, and tells of that itself, unless it never goes on.
+                if overdue(hold).is_some_and(|at| Instant::now() >= at) {
+                    hold.cell.renewal_failed();
+                }
                 // If that is the end, there is nothing to wait for.
                 note_end(hold);
             }
@@ -647,6 +652,12 @@ async fn borrow<'a>(
             () = session_shortened(hold, session) => {}
         }
     }
+}
+
+/// Returns the time from which on a renewal without a reply counts as failing.
+fn overdue(hold: &Hold) -> Option<Instant> {
+    let end = hold.cell.valid_until()?.seen_from(hold.now());
+    Some(timing::renewal_overdue(end, hold.lease_length()))
 }
 
 /// Returns the end of the hold, or of its `max_hold` if that comes before.

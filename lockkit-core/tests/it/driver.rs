@@ -177,6 +177,32 @@ async fn a_renewal_without_an_answer_warns_before_the_end() {
     );
 }
 
+/// The worker has no claim to renew it with.
+#[tokio::test(start_paused = true)]
+async fn a_forgotten_renewal_warns_before_the_end() {
+    for sets_ttl in [false, true] {
+        let (backend, client) = client();
+        let lock = client
+            .lock("a")
+            .unwrap()
+            .with_options(AcquireOptions::new().ttl(SECOND));
+        let guard = lock.acquire().await.unwrap();
+        backend.delay(FaultPoint::Renew, 10 * MS);
+        let mut forgotten = Box::pin(async {
+            if sets_ttl {
+                guard.set_ttl(2 * SECOND).await
+            } else {
+                guard.renew().await
+            }
+        });
+        assert!(poll_once(&mut forgotten).is_pending());
+        let left = guard.renewal_failing().await;
+        assert!(left > 110 * MS && left <= SECOND / 8, "{left:?}");
+        forgotten.await.unwrap();
+        guard.check().unwrap();
+    }
+}
+
 /// Polls a future once.
 fn poll_once<F: Future + Unpin>(mut future: F) -> Poll<F::Output> {
     let mut cx = std::task::Context::from_waker(std::task::Waker::noop());
