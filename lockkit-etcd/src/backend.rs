@@ -125,7 +125,7 @@ impl EtcdBackend {
             sessions: Mutex::default(),
             closed: AtomicBool::new(false),
         };
-        let connected = shared.members.first_connection().await;
+        let connected = shared.members.logged_in().await;
         connected.map_err(|failure| failure.during("connect"))?;
         Ok(Self {
             shared: Arc::new(shared),
@@ -134,6 +134,7 @@ impl EtcdBackend {
 
     async fn look(&self, name: &LockName, kind: LockKind) -> error::Result<LockState> {
         let queue = self.shared.layout.queue(name, kind);
+        self.shared.members.logged_in().await?;
         let seen = self.shared.read_queue(&queue).await?;
         let mut states = self.shared.states(vec![(queue, kind, seen)]).await?;
         Ok(states.pop().unwrap_or_default())
@@ -147,6 +148,7 @@ impl EtcdBackend {
         token: FencingToken,
     ) -> error::Result<Option<KeyValue>> {
         let queue = self.shared.layout.queue(name, kind);
+        self.shared.members.logged_in().await?;
         let seen = self.shared.read_queue(&queue).await?;
         let held = holding(&queue, kind, &seen).0.into_iter().cloned();
         let bases = self.shared.bases().await?;

@@ -59,6 +59,7 @@ impl Shared {
     /// be by then.
     pub(crate) async fn raise_fence(&self, above: u64) -> Result<u64> {
         self.check_open()?;
+        self.members.logged_in().await?;
         for _ in 0..MAX_LOOKS {
             let answer = self.members.call(look(self)).await?;
             let bases = bases(&answer.kvs)?;

@@ -40,6 +40,7 @@ impl EtcdLister {
     }
 
     async fn next_page(&mut self) -> error::Result<Option<Vec<ListedLock>>> {
+        self.shared.members.logged_in().await?;
         let layout = self.shared.layout();
         let (kind, from) = match self.at.take() {
             Some(at) => at,

@@ -56,16 +56,18 @@ impl Members {
     /// Returns the connection in use.
     ///
     /// # Errors
-    /// If no member has let the client in in the last round. Each of them is tried again and again, and a login that takes long goes on.
+    /// If no member has let the client in in the last round. Each of them is tried again and again, and a login that takes long goes on:
+    /// who has begun something, such as a hold, has to know.
     pub(crate) async fn connection(&self) -> Result<Connection> {
         self.connected(false).await
     }
 
-    /// Returns the first connection. Waits also for a login that takes long: who gave up would cut it off.
+    /// Returns the connection in use, for those who begin something. Waits also for a login that takes long, for as long as its caller
+    /// likes.
     ///
     /// # Errors
     /// If no member has let the client in, and none is about to.
-    pub(crate) async fn first_connection(&self) -> Result<Connection> {
+    pub(crate) async fn logged_in(&self) -> Result<Connection> {
         self.connected(true).await
     }
 
@@ -212,7 +214,7 @@ async fn stay_connected(state: watch::Sender<State>, hosts: Vec<String>, options
             connection.ended().await;
             state.send_replace(State::Connecting);
         } else if let Some(slow) = logs_in.iter().position(|logs_in| *logs_in) {
-            // A login has half a minute. Who asks for something meanwhile is told, and does not wait for it.
+            // A login has half a minute. Not everybody waits for it.
             let reason = format!("no answer to a login within {CONNECT_TIMEOUT:?}; it goes on");
             note(&mut failure, &hosts[slow], Failure::Unreachable(reason));
             if let Some(failure) = failure {
@@ -261,8 +263,11 @@ mod tests {
         sync::atomic::{AtomicUsize, Ordering},
     };
 
+    use lockkit_core::{LockKind, LockName, spi::Backend as _};
+
     use super::*;
     use crate::{
+        EtcdBackend, EtcdConfig,
         config::Credentials,
         rogue::{Answer, serve},
         wire::{AuthenticateResponse, Nothing},
@@ -300,7 +305,7 @@ mod tests {
 
     async fn connects(hosts: Vec<String>) {
         let members = members(hosts);
-        let connected = timeout(Duration::from_secs(20), members.first_connection()).await;
+        let connected = timeout(Duration::from_secs(20), members.logged_in()).await;
         connected.expect("in time").expect("it lets the client in");
     }
 
@@ -312,7 +317,7 @@ mod tests {
         assert_eq!(logins.load(Ordering::SeqCst), 1);
     }
 
-    /// Whoever looks at a lock, or at the client's health, would wait for as long as a login may take.
+    /// A holder would not be warned for as long as a login may take.
     #[tokio::test]
     async fn who_asks_is_told_while_a_login_hangs() {
         let (host, logins) = takes(None).await;
@@ -325,6 +330,23 @@ mod tests {
             assert!(failure.to_string().contains("login"), "{failure}");
         }
         assert_eq!(logins.load(Ordering::SeqCst), 1);
+    }
+
+    /// It failed as soon as the login had taken two seconds.
+    #[tokio::test]
+    async fn who_begins_something_waits_for_a_long_login() {
+        let (host, logins) = takes(Some(CONNECT_TIMEOUT * 3 / 2)).await;
+        let mut config = EtcdConfig::new(host);
+        config.auth = Some(Credentials::new("me", "secret"));
+        let backend = EtcdBackend::connect(config).await.unwrap();
+        let members = &backend.shared.members;
+        Members::leave(&members.connection().await.unwrap()).await;
+        let failure = members.connection().await.unwrap_err();
+        assert!(failure.to_string().contains("login"), "{failure}");
+        let name = LockName::new("a").unwrap();
+        let seen = backend.inspect(&name, LockKind::Lock).await.unwrap();
+        assert!(seen.is_free());
+        assert_eq!(logins.load(Ordering::SeqCst), 2);
     }
 
     #[tokio::test]

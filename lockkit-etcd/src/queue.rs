@@ -42,6 +42,7 @@ impl EtcdClaim {
         }
         for _ in 0..MAX_LOOKS {
             if self.own.is_none() {
+                self.shared.members.logged_in().await?;
                 let session = self.shared.session(self.request.ttl).await?;
                 // An exclusive newcomer makes its key only if nobody else has one. The others have to look first.
                 if !waits && self.request.mode != Mode::Exclusive {
