@@ -79,28 +79,62 @@ pub(crate) static ALL: [&Script; 9] = [
 
 pub(crate) static REDLOCK_VOTE: Script = script!(
     "redlock_head",
+    "redlock_tokens",
     "redlock_vote_fast",
+    "redlock_layout",
+    "redlock_vote_taken",
     "redlock_common",
     "redlock_vote"
 );
-pub(crate) static REDLOCK_CONFIRM: Script = script!("redlock_head", "redlock_confirm");
+pub(crate) static REDLOCK_CONFIRM: Script = script!("redlock_head", "redlock_tokens", "redlock_confirm");
 pub(crate) static REDLOCK_RENEW: Script = script!(
     "redlock_head",
+    "redlock_tokens",
     "redlock_renew_fast",
+    "redlock_layout",
     "redlock_common",
     "redlock_renew"
 );
-pub(crate) static REDLOCK_DOWNGRADE: Script = script!("redlock_head", "redlock_common", "redlock_downgrade");
-pub(crate) static REDLOCK_ADOPT: Script = script!("redlock_head", "redlock_common", "redlock_adopt");
+pub(crate) static REDLOCK_DOWNGRADE: Script = script!(
+    "redlock_head",
+    "redlock_tokens",
+    "redlock_layout",
+    "redlock_common",
+    "redlock_downgrade"
+);
+pub(crate) static REDLOCK_ADOPT: Script = script!(
+    "redlock_head",
+    "redlock_tokens",
+    "redlock_layout",
+    "redlock_common",
+    "redlock_adopt"
+);
 pub(crate) static REDLOCK_RELEASE: Script = script!(
     "redlock_head",
     "redlock_release_fast",
+    "redlock_layout",
+    "redlock_release_next",
     "redlock_common",
     "redlock_release"
 );
-pub(crate) static REDLOCK_REVOKE: Script = script!("redlock_head", "redlock_common", "redlock_revoke");
-pub(crate) static REDLOCK_ASK_BACK: Script = script!("redlock_head", "redlock_common", "redlock_ask_back");
-pub(crate) static REDLOCK_INSPECT: Script = script!("redlock_head", "redlock_common", "redlock_inspect");
+pub(crate) static REDLOCK_REVOKE: Script = script!(
+    "redlock_head",
+    "redlock_layout",
+    "redlock_common",
+    "redlock_revoke"
+);
+pub(crate) static REDLOCK_ASK_BACK: Script = script!(
+    "redlock_head",
+    "redlock_layout",
+    "redlock_common",
+    "redlock_ask_back"
+);
+pub(crate) static REDLOCK_INSPECT: Script = script!(
+    "redlock_head",
+    "redlock_layout",
+    "redlock_common",
+    "redlock_inspect"
+);
 pub(crate) static REDLOCK_MARKER: Script = script!("redlock_marker");
 
 /// The scripts that a connection to a Redlock master loads.

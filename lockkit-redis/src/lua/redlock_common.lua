@@ -1,42 +1,12 @@
--- The prelude of every slow path.
---
---   <lock>                     lockkit:<record>: one exclusive holder
---                              lockkit#shared: the holders in `holders`
---                              lockkit#next <owner>, lockkit#next s: free, but kept for a moment for a waiter that was
---                              woken, or for readers
---                              anything else: a foreign client's hold
---   <own>holders:{<lock>}   shared holders: owner -> end of the lease in ms of the server's clock
---   <own>about:{<lock>}     shared holders: owner -> lockkit:<record>
---   <own>writers:{<lock>}, <own>readers:{<lock>}
---                              waiters: "<owner> <client>" -> since when, in us of the client's clock
---   <own>asked:{<lock>}     the same waiters -> when they asked last, in ms of the server's clock
---   <own>revoked:{<lock>}   holders that were asked to give up their hold, or whose hold was ended by force: owner -> the
---                              first token of that hold
---   <own>fence:{<lock>}     the last fencing token, for weeks after its last use
---   <own>redlock            the marker: "<run id> <max ttl>", or "-<run id> <max ttl> <since>" in quarantine
---   <own>client:<client>    the channel of a client's wake-ups
---
--- <own> is "<namespace>:lockkit#", or "lockkit#" without a namespace. <record> is "<owner> <tokens> <first token> <client> <label>",
--- whose client is the whole name <own>client:<client>.
+-- The functions of every script that did not end on a fast path.
 local HOLDERS, ABOUT = OWN .. 'holders:{' .. LOCK .. '}', OWN .. 'about:{' .. LOCK .. '}'
-local WRITERS, READERS = OWN .. 'writers:{' .. LOCK .. '}', OWN .. 'readers:{' .. LOCK .. '}'
 local REVOKED = OWN .. 'revoked:{' .. LOCK .. '}'
-local ASKED = OWN .. 'asked:{' .. LOCK .. '}'
-local KEPT = 100 -- how long a free lock is kept for a waiter that was woken, in ms
-local WAITED = 10000 -- how long a waiter counts after it asked last, in ms
-
-local time = call('TIME')
-local now = time[1] * 1000 + math.floor(time[2] / 1000)
 if value == nil then value = call('GET', LOCK) end
 
 local function owner_of(text) return string.sub(text, 9, 40) end
 local function holder() return value and string.match(value, '^lockkit:(%x+) ') end
 local function kept_for() return value and string.match(value, '^lockkit#next (%S+)$') end
 local function is_shared() return value == 'lockkit#shared' end
-local function waiter(text)
-  local owner, client = string.match(text, '^lockkit:(%S+) %S+ %S+ (%S+)')
-  return owner .. ' ' .. client
-end
 
 -- Forgets shared holders whose lease is over, and all of them if the key no longer says that they hold. It has to run before
 -- a lock becomes shared.
@@ -104,15 +74,12 @@ local function wake_readers()
   while true do
     local reader = call('ZRANGE', READERS, 0, 0, 'WITHSCORES')
     if not reader[1] or is_writer_before(reader[2]) then return end
-    call('ZREM', READERS, reader[1])
-    call('ZREM', ASKED, reader[1])
-    local owner, client = string.match(reader[1], '^(%S+) (%S+)$')
-    call('PUBLISH', client, owner .. ' 1 ' .. LOCK)
+    wake(READERS, reader[1])
   end
 end
 
--- Wakes the first waiter of a free lock, or all readers that came before the first writer, and keeps the lock for them. A
--- wake-up is a hint: the waiter leaves the list, and returns to it if it asks in vain. Returns whether the lock is kept.
+-- Wakes the first waiter of a free lock, or all readers that came before the first writer, and keeps the lock for them. Returns whether
+-- it is kept.
 local function tell_next()
   local kept
   local is_swept = false
@@ -128,11 +95,9 @@ local function tell_next()
       drop_silent()
       is_swept = true
     else
-      call('ZREM', reads and READERS or WRITERS, next)
-      call('ZREM', ASKED, next)
-      local owner, client = string.match(next, '^(%S+) (%S+)$')
-      if call('PUBLISH', client, owner .. ' 1 ' .. LOCK) > 0 then
-        kept = reads and 's' or owner
+      local woken = wake(reads and READERS or WRITERS, next)
+      if woken then
+        kept = reads and 's' or woken
         if not reads then break end
       end
     end

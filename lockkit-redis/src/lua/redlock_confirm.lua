@@ -5,11 +5,11 @@
 local ABOUT = OWN .. 'about:{' .. LOCK .. '}'
 local me = string.sub(ARGV[2], 9, 40)
 local alone = ARGV[6] == 'x'
-local value = call('GET', LOCK)
+local votes, fence, value = read(ARGV[1])
 if not alone then value = value == 'lockkit#shared' and call('HGET', ABOUT, me) end
-if not has_vote(ARGV[1]) or (value ~= ARGV[2] and value ~= ARGV[3]) then return call('GET', FENCE) or '0' end
+if not votes or (value ~= ARGV[2] and value ~= ARGV[3]) then return fence or '0' end
 if value == ARGV[3] then return 1 end
-local raised = raise(ARGV[4], ARGV[5], call('GET', FENCE))
+local raised = raise(ARGV[4], ARGV[5], fence)
 if raised == 1 then
   if alone then
     call('SET', LOCK, ARGV[3], 'KEEPTTL')

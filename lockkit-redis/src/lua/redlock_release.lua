@@ -3,9 +3,9 @@ local me = owner_of(ARGV[1])
 if held == 1 then
   -- It held exclusively: the key goes to the next waiter.
   value = false
-  if call('ZREM', WRITERS, waiter(ARGV[1])) == 1 then call('ZREM', ASKED, waiter(ARGV[1])) end
+  forget_waiter(waiter(ARGV[1]))
   if not tell_next() then call('DEL', LOCK) end
-  return held
+  return 1
 end
 drop_ended()
 if holder() == me then

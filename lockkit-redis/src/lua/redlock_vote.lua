@@ -3,7 +3,7 @@
 local alone = ARGV[6] == 'x'
 local list = alone and WRITERS or READERS
 local repairs = ARGV[8] == 'repair'
-if not is_behind then drop_ended() end
+drop_ended()
 local fits = not value or (repairs and kept_for())
 if alone then
   fits = fits or holder() == me or kept_for() == me
@@ -20,10 +20,5 @@ if fits then
   if ARGV[8] == 'again' then forget_waiter(waiter(ARGV[2])) end
   return raise(ARGV[4], ARGV[5], call('GET', FENCE))
 end
-if waits then
-  call('ZADD', list, ARGV[7], waiter(ARGV[2]))
-  call('ZADD', ASKED, now, waiter(ARGV[2]))
-  call('PEXPIRE', list, WAITED)
-  call('PEXPIRE', ASKED, WAITED)
-end
+if waits then keep_waiting(list, waiter(ARGV[2])) end
 return { left(), holder() or (is_shared() or kept_for()) and 'others' or 'foreign' }

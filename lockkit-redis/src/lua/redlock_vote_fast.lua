@@ -5,22 +5,21 @@ local me = string.sub(ARGV[2], 9, 40)
 local waits = ARGV[8] == 'wait' or ARGV[8] == 'again'
 local is_behind
 if ARGV[6] == 'x' then
-  -- As few calls as possible: an uncontended lock ends here, and so does each hand-off among writers.
-  local marker, expected = string.match(ARGV[1], '^(%S+) (.*)$')
-  local known = call('MGET', marker, FENCE, LOCK)
-  if known[1] ~= expected then return 0 end
-  local found = known[3]
+  -- As few calls as possible: an uncontended lock ends here, and so does each that is kept for a writer.
+  local votes, fence, found = read(ARGV[1])
+  if not votes then return 0 end
   if not found and ARGV[8] ~= 'again' and call('SET', LOCK, ARGV[2], 'NX', 'PX', ARGV[3]) then
-    return raise(ARGV[4], ARGV[5], known[2])
+    return raise(ARGV[4], ARGV[5], fence)
   end
   if found == 'lockkit#next ' .. me then
     -- It was woken, and has left the list.
     call('SET', LOCK, ARGV[2], 'PX', ARGV[3])
-    return raise(ARGV[4], ARGV[5], known[2])
+    return raise(ARGV[4], ARGV[5], fence)
   end
   local other = found and string.match(found, '^lockkit:(%x+) ')
-  is_behind = other and other ~= me
-  -- MGET shows a key that is not a string as missing, so the slow path reads it again.
+  is_behind = other ~= me and other
+  if is_behind and not waits then return { call('PTTL', LOCK), other } end
+  -- The slow path reads what is missing again.
   value = found or nil
 elseif not has_vote(ARGV[1]) then
   return 0

@@ -239,9 +239,9 @@ async fn calls_of_a_lock_on_a_master_of_redlock() {
     let world = World::of(3);
     let stated = Cost {
         alone: 9,
-        of_2: 25,
-        of_16: 25,
-        of_100: 25,
+        of_2: 23,
+        of_16: 23,
+        of_100: 23,
     };
     let connect = async || RedlockBackend::connect(world.config()).await.unwrap();
     costs(&world.masters, 3, stated, connect).await;

@@ -35,10 +35,25 @@ impl Scripts {
             })
         };
         Self {
-            vote: script(&["head", "vote_fast", "common", "vote"]),
-            confirm: script(&["head", "confirm"]),
-            renew: script(&["head", "renew_fast", "common", "renew"]),
-            release: script(&["head", "release_fast", "common", "release"]),
+            vote: script(&[
+                "head",
+                "tokens",
+                "vote_fast",
+                "layout",
+                "vote_taken",
+                "common",
+                "vote",
+            ]),
+            confirm: script(&["head", "tokens", "confirm"]),
+            renew: script(&["head", "tokens", "renew_fast", "layout", "common", "renew"]),
+            release: script(&[
+                "head",
+                "release_fast",
+                "layout",
+                "release_next",
+                "common",
+                "release",
+            ]),
         }
     }
 }

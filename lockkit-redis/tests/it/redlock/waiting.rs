@@ -243,8 +243,8 @@ async fn a_try_in_vain_and_a_hand_off_cost_few_commands() {
         of_hand_off = of_hand_off.min(third_since(&before));
         next.release().await.unwrap();
     }
-    assert!(of_try <= 4, "{of_try}");
-    assert!(of_hand_off <= 17, "{of_hand_off}");
+    assert!(of_try <= 3, "{of_try}");
+    assert!(of_hand_off <= 15, "{of_hand_off}");
 }
 
 /// Others have asked at the same time, and each has got some masters for a moment.
