@@ -4,9 +4,10 @@ use std::sync::OnceLock;
 
 use redis::{Arg, Cmd, RedisResult, ToRedisArgs, aio::MultiplexedConnection};
 
+/// A script of these parts, after the head that all have.
 macro_rules! script {
     ($($part:literal),*) => {
-        Script::new(concat!($(include_str!(concat!("lua/", $part, ".lua"))),*))
+        Script::new(concat!(include_str!("lua/head.lua"), $(include_str!(concat!("lua/", $part, ".lua"))),*))
     };
 }
 
@@ -21,8 +22,9 @@ pub(crate) static ACQUIRE: Script = script!(
 );
 pub(crate) static RENEW: Script = script!(
     "renew_fast",
-    "draw_tokens",
     "layout",
+    "renew_waited_for",
+    "draw_tokens",
     "common",
     "own_hold",
     "renew"
@@ -62,7 +64,7 @@ pub(crate) static ASK_BACK: Script = script!(
     "ask_back"
 );
 pub(crate) static INSPECT: Script = script!("read_key", "draw_tokens", "layout", "common", "inspect");
-pub(crate) static RAISE_FENCE: Script = script!("raise_fence");
+pub(crate) static RAISE_FENCE: Script = script!("draw_tokens", "raise_fence");
 
 /// The scripts that a connection to the only master loads before it is used.
 pub(crate) static ALL: [&Script; 9] = [
@@ -121,12 +123,14 @@ pub(crate) static REDLOCK_REVOKE: Script = script!(
     "redlock_head",
     "redlock_layout",
     "redlock_common",
+    "redlock_find_hold",
     "redlock_revoke"
 );
 pub(crate) static REDLOCK_ASK_BACK: Script = script!(
     "redlock_head",
     "redlock_layout",
     "redlock_common",
+    "redlock_find_hold",
     "redlock_ask_back"
 );
 pub(crate) static REDLOCK_INSPECT: Script = script!(

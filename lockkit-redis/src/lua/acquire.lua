@@ -38,7 +38,6 @@ if not blocked and fits(mode) then
   return { first, tokens }
 end
 if is_try then
-  -- A server that was demoted refuses to write. It must not be believed for as long as the lease lasts.
   check_writable()
   return { -1, lease_left(), is_foreign() and 1 or 0 }
 end

@@ -109,10 +109,6 @@ local function publish(owner, client, what)
   return receivers
 end
 
--- Fails now if the server refuses to write. A script that has not written yet calls this before `grant_from_queue`: nobody may
--- be told of a hold that cannot be written.
-local function check_writable() call('DEL', OWN .. 'nowhere') end
-
 local function queue_head() return call('ZRANGE', QUEUE, 0, 0)[1] end
 
 -- Grants to another, if its client receives the push. The push goes first, since its receivers show whether the client is

@@ -29,3 +29,7 @@ local micros = time[1] * 1000000 + time[2]
 local now = math.floor(micros / 1000)
 -- What is left of the exclusive holder's lease, once it is known.
 local lease
+
+-- Fails now if the server refuses to write. One that was demoted must not be believed for as long as a lease lasts. And a script that has
+-- not written yet calls this before `grant_from_queue`: nobody may be told of a hold that cannot be written.
+local function check_writable() call('DEL', OWN .. 'nowhere') end

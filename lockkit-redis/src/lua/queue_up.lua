@@ -1,11 +1,15 @@
--- Puts a newcomer behind the last in the queue of a lock that another holds exclusively. Only a repeated request goes on, to find
--- out who before it has died. Nothing is written unless all of it is.
+-- Puts a newcomer behind the last in the queue of a lock that another holds exclusively, or says that it is taken. Only a repeated
+-- request goes on, to find out who before it has died. Nothing is written unless all of it is.
 local me = string.sub(ARGV[1], 9, 40)
 local record = me .. ' ' .. ARGV[5] .. string.match(ARGV[1], '^%S+ %d+(.*)$')
-local holder = value and ARGV[6] ~= 'try' and string.match(value, '^lockkit[:+](%x+) ')
+local holder = value and string.match(value, '^lockkit[:+](%x+) ')
 if holder and holder ~= me then
   local waited_for = string.sub(value, 8, 8) == '+'
   lease = call('PTTL', LOCK) - (waited_for and GRACE or 0)
+  if ARGV[6] == 'try' and lease > 0 then
+    check_writable()
+    return { -1, lease, 0 }
+  end
   local last = call('ZREVRANGE', QUEUE, 0, 0, 'WITHSCORES')[2]
   -- Who waits to share may be among shared holders that no longer count. To drop them later would drop its entry as a waiter.
   local fits = lease > 0 and waited_for == (last ~= nil) and (ARGV[4] == 'x' or call('EXISTS', HOLDERS) == 0)

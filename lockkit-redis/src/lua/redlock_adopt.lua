@@ -7,14 +7,8 @@ local me = owner_of(ARGV[2])
 drop_ended()
 -- The hold of this owner, and what is left of its lease.
 local function hold_of(owner)
-  if ARGV[5] == 'x' then
-    if holder() == owner then return value, call('PTTL', LOCK) end
-  elseif is_shared() then
-    local till = call('ZSCORE', HOLDERS, owner)
-    if till then return call('HGET', ABOUT, owner), till - now end
-  elseif holder() == owner then
-    return value, call('PTTL', LOCK)
-  end
+  if holder() == owner then return value, call('PTTL', LOCK) end
+  if ARGV[5] == 's' then return share_of(owner) end
 end
 local owner = me
 local mine, left = hold_of(me)
@@ -22,8 +16,7 @@ if not mine then
   owner = ARGV[4]
   mine, left = hold_of(owner)
 end
-local asked = mine and call('HGET', REVOKED, owner)
-if asked and asked == string.match(mine, '^lockkit:%S+ %d+ (%d+) ') then return 4 end
+if was_asked(mine) then return 4 end
 if mine then
   -- Its data may be old: somebody may have adopted and released the hold since.
   if owner ~= me and not has_vote(ARGV[1]) then return 5 end

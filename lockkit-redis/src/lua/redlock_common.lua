@@ -8,6 +8,13 @@ local function holder() return value and string.match(value, '^lockkit:(%x+) ') 
 local function kept_for() return value and string.match(value, '^lockkit#next (%S+)$') end
 local function is_shared() return value == 'lockkit#shared' end
 
+local function free_if_empty()
+  if is_shared() and call('EXISTS', HOLDERS) == 0 then
+    call('DEL', LOCK)
+    value = false
+  end
+end
+
 -- Forgets shared holders whose lease is over, and all of them if the key no longer says that they hold. It has to run before
 -- a lock becomes shared.
 local function drop_ended()
@@ -16,10 +23,7 @@ local function drop_ended()
     call('ZREM', HOLDERS, owner)
     call('HDEL', ABOUT, owner)
   end
-  if is_shared() and call('EXISTS', HOLDERS) == 0 then
-    call('DEL', LOCK)
-    value = false
-  end
+  free_if_empty()
 end
 
 -- Returns the rest of the lease in ms, of the first to end if there are several. -1 if it has no end.
@@ -46,6 +50,15 @@ local function is_writer_before(arrival)
   return first[1] and tonumber(first[2]) < tonumber(arrival)
 end
 
+-- Returns whether the owner of this hold was asked to give it up. One that the same owner won later has other tokens.
+local function was_asked(text) return text and call('HGET', REVOKED, owner_of(text)) == string.match(text, '^lockkit:%S+ %d+ (%d+) ') end
+
+-- Returns the value of a shared hold, and what is left of its lease.
+local function share_of(owner)
+  local till = is_shared() and call('ZSCORE', HOLDERS, owner)
+  if till then return call('HGET', ABOUT, owner), till - now end
+end
+
 -- Adds or prolongs a shared hold.
 local function share(owner, text, ttl)
   -- A server out of memory refuses SET and ZADD, unless the script has written before.
@@ -62,10 +75,7 @@ end
 local function unshare(owner)
   if call('ZREM', HOLDERS, owner) == 0 then return false end
   call('HDEL', ABOUT, owner)
-  if is_shared() and call('EXISTS', HOLDERS) == 0 then
-    call('DEL', LOCK)
-    value = false
-  end
+  free_if_empty()
   return true
 end
 
@@ -81,25 +91,18 @@ end
 -- Wakes the first waiter of a free lock, or all readers that came before the first writer, and keeps the lock for them. Returns whether
 -- it is kept.
 local function tell_next()
+  drop_silent()
   local kept
-  local is_swept = false
   while true do
     local writer = call('ZRANGE', WRITERS, 0, 0, 'WITHSCORES')
     local reader = call('ZRANGE', READERS, 0, 0, 'WITHSCORES')
     local reads = reader[1] and (not writer[1] or tonumber(reader[2]) < tonumber(writer[2]))
     local next = reads and reader[1] or writer[1]
     if not next or (kept and not reads) then break end
-    -- Without readers, only the first writer has to count.
-    local asked = not is_swept and not reader[1] and call('ZSCORE', ASKED, next)
-    if not is_swept and not (asked and tonumber(asked) > now - WAITED) then
-      drop_silent()
-      is_swept = true
-    else
-      local woken = wake(reads and READERS or WRITERS, next)
-      if woken then
-        kept = reads and 's' or woken
-        if not reads then break end
-      end
+    local woken = wake(reads and READERS or WRITERS, next)
+    if woken then
+      kept = reads and 's' or woken
+      if not reads then break end
     end
   end
   if kept then call('SET', LOCK, 'lockkit#next ' .. kept, 'PX', KEPT) end

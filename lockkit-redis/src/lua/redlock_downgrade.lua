@@ -3,14 +3,8 @@
 -- ARGV: 1 the marker with which it has a vote   2 the value   3 ttl in ms   4 the last token
 local me = owner_of(ARGV[2])
 drop_ended()
-local mine
-if holder() == me then
-  mine = value
-else
-  mine = is_shared() and call('ZSCORE', HOLDERS, me) and call('HGET', ABOUT, me)
-end
-local asked = mine and call('HGET', REVOKED, me)
-if asked and asked == string.match(mine, '^lockkit:%S+ %d+ (%d+) ') then return 4 end
+local mine = holder() == me and value or share_of(me)
+if was_asked(mine) then return 4 end
 -- The key of an earlier round may have come back with old data, after votes for others.
 if (not mine or mine ~= ARGV[2]) and not has_vote(ARGV[1]) then return 3 end
 if not mine then return (not value or kept_for() or is_shared()) and 0 or 2 end

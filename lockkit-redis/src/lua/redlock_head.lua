@@ -1,8 +1,3 @@
--- The head of every script of a Redlock master.
-local call = redis.call
-local LOCK = KEYS[1]
--- What is lockkit's own begins with the namespace, as the lock does. A user's rights may end there.
-local OWN = (string.match(LOCK, '^[%w._-]+:') or '') .. 'lockkit#'
 local value -- of the lock, once it has been read
 
 -- Returns whether this process has a vote: the marker names it, and the longest ttl that the caller goes by. A process that

@@ -4,7 +4,6 @@
 -- Returns -1 if the process has a vote; the beginning of its quarantine, in ms of its clock; or a text: the longest ttl of
 -- other clients.
 local MARKER = KEYS[1]
-local call = redis.call
 local mine = ARGV[1] .. ' ' .. ARGV[2]
 local time = call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)

@@ -6,13 +6,8 @@ drop_ended()
 -- An exclusive hold is repaired if it has become a shared one at a majority. A shared one is not, since it does not exclude the same
 -- others.
 local was_exclusive = holder() == me
-local mine = was_exclusive and value
-if not mine and ARGV[6] == 's' then
-  mine = is_shared() and call('ZSCORE', HOLDERS, me) and call('HGET', ABOUT, me)
-end
--- A hold that the same owner won later has other tokens.
-local revoked = call('HGET', REVOKED, me)
-if mine and revoked == string.match(mine, '^lockkit:%S+ %d+ (%d+) ') then return 4 end
+local mine = was_exclusive and value or (ARGV[6] == 's' and share_of(me))
+if was_asked(mine) then return 4 end
 if mine then
   -- The key of an earlier round may have come back with old data, after votes for others.
   if mine ~= ARGV[2] and not has_vote(ARGV[1]) then return 3 end
@@ -31,6 +26,6 @@ if mine then
   return 1
 end
 if not has_vote(ARGV[1]) then return 3 end
-local was_ended = revoked == ARGV[4]
+local was_ended = call('HGET', REVOKED, me) == ARGV[4]
 local to_be_had = not was_ended and (not value or kept_for() or (is_shared() and ARGV[6] == 's'))
 return to_be_had and 0 or 2

@@ -1,9 +1,5 @@
 -- Renews a hold that nobody waits for or has asked back, and whose token the key has.
 -- ARGV: 1 the value   2 ttl in ms
-local call = redis.call
-local LOCK = KEYS[1]
--- What is lockkit's own begins with the namespace, as the lock does. A user's rights may end there.
-local OWN = (string.match(LOCK, '^[%w._-]+:') or '') .. 'lockkit#'
 local value = redis.pcall('GET', LOCK)
 if value == ARGV[1] and call('EXISTS', OWN .. 'revoked:{' .. LOCK .. '}') == 0 then return call('PEXPIRE', LOCK, ARGV[2]) end
 -- Somebody keeps something else than a string at the key: the hold is gone.

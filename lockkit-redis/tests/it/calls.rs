@@ -10,7 +10,7 @@ use futures_util::future::join_all;
 use lockkit_conformance::stall::Stopwatch;
 use lockkit_core::{
     LockName,
-    spi::{Backend, Claim, ClaimRequest, Mode, OwnerId},
+    spi::{Backend, Claim, ClaimRequest, Mode, OwnerId, Renewal},
 };
 use lockkit_redis::{RedisBackend, RedisConfig, RedlockBackend};
 use lockkit_testbed::redis::{self, RedisServer};
@@ -100,6 +100,21 @@ impl<'a> Ring<'a> {
         assert!(claim.attempt(Duration::ZERO).await.unwrap().is_some());
         claim.release().await.unwrap();
         self.claims.push_back((backend, claim));
+    }
+
+    /// Has the holder renew its hold.
+    async fn renew(&mut self) {
+        let (_, held) = &mut self.claims[0];
+        let renewed = held.renew().await.unwrap();
+        assert!(matches!(renewed, Renewal::Held(_)), "{renewed:?}");
+    }
+
+    /// Has a client that waits try as well.
+    async fn try_in_vain(&mut self) {
+        let (backend, waiting) = self.claims.pop_back().unwrap();
+        let mut claim = self.claim(&*backend).await;
+        assert!(claim.attempt(Duration::ZERO).await.unwrap().is_none());
+        self.claims.push_back((backend, waiting));
     }
 
     /// Returns the least that any server executed in a step, which takes at least so many requests of each. The clients send something
@@ -228,6 +243,23 @@ async fn calls_of_a_lock_on_valkey() {
         of_100: 18,
     };
     costs_of_one_master(server, stated).await;
+}
+
+/// Holds that last for a while are renewed, and who polls a lock tries in vain.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn calls_of_a_renewal_and_a_try_where_others_wait() {
+    if no_server() {
+        return;
+    }
+    let servers = [RedisServer::plain().unwrap()];
+    let url = servers[0].url().to_owned();
+    let mut connect = async || RedisBackend::connect(RedisConfig::new(&url)).await.unwrap();
+    let mut ring = Ring::new(&servers, 3, &mut connect).await;
+    let found = [
+        ring.least(7, 1, Ring::renew).await,
+        ring.least(5, 1, Ring::try_in_vain).await,
+    ];
+    assert_eq!(found, [7, 5], "spend less, or say why it has to be more");
 }
 
 /// At each master: a vote to queue up, one to take what is kept, and the release.

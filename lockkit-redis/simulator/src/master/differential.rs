@@ -25,12 +25,13 @@ struct Scripts {
 impl Scripts {
     fn read() -> Self {
         let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../src/lua");
+        let part = |name: &str| {
+            let path = folder.join(format!("{name}.lua"));
+            fs::read_to_string(&path).unwrap_or_else(|err| panic!("{}: {err}", path.display()))
+        };
         let script = |parts: &[&str]| {
-            parts.iter().fold(String::new(), |mut text, part| {
-                let path = folder.join(format!("redlock_{part}.lua"));
-                let part =
-                    fs::read_to_string(&path).unwrap_or_else(|err| panic!("{}: {err}", path.display()));
-                let _ = writeln!(text, "{part}");
+            parts.iter().fold(part("head"), |mut text, name| {
+                let _ = writeln!(text, "{}", part(&format!("redlock_{name}")));
                 text
             })
         };
