@@ -92,6 +92,55 @@ async fn readers_behind_a_writer_that_gives_up_are_told() {
     backend.close().await.unwrap();
 }
 
+/// It stands still, though its client is connected. The lock would be kept for it, in vain.
+#[tokio::test]
+async fn a_writer_that_has_not_asked_lately_is_passed_over() {
+    const CHANNEL: &str = "lockkit:lockkit#client:test";
+
+    if no_server() {
+        return;
+    }
+    let world = World::of(3);
+    let client = world.client().await;
+    let connect = |master: &RedisServer| {
+        let client = redis::Client::open(master.url()).unwrap();
+        client.get_connection().unwrap()
+    };
+    let mut connections: Vec<_> = world.masters.iter().map(connect).collect();
+    let mut listening: Vec<_> = connections.iter_mut().map(redis::Connection::as_pubsub).collect();
+    for connection in &mut listening {
+        connection.subscribe(CHANNEL).unwrap();
+    }
+    let [silent, lately] = [1, 2].map(|owner| format!("{owner:032x} {CHANNEL}"));
+    // A busy machine may look only when the lock is no longer kept.
+    until(LONG, "seen as kept", async || {
+        let held = lock(&client, "a", LONG).acquire().await.unwrap();
+        let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap();
+        let now = now.as_millis().to_string();
+        for (list, first, second) in [("writers", "1", "2"), ("asked", "1", &*now)] {
+            let list = format!("lockkit:lockkit#{list}:{{lockkit:a}}");
+            for master in &world.masters {
+                master
+                    .cli(&["ZADD", &list, first, &silent, second, &lately])
+                    .unwrap();
+            }
+        }
+        held.release().await.unwrap();
+        let values = world
+            .masters
+            .iter()
+            .map(|master| master.cli(&["GET", "lockkit:a"]));
+        let mut kept: Vec<_> = values.map(Result::unwrap).collect();
+        kept.retain(|value| value.starts_with("lockkit#next "));
+        for value in &kept {
+            assert_eq!(*value, format!("lockkit#next {}", &lately[..32]));
+        }
+        !kept.is_empty()
+    })
+    .await;
+    world.nothing_is_left("after writers that do not exist").await;
+}
+
 #[tokio::test]
 async fn counters_go_after_weeks_without_use() {
     const COUNTER: &str = "lockkit:lockkit#fence:{lockkit:a}";
