@@ -127,7 +127,7 @@ fn a_handlers_last_work_is_spared_without_a_descriptor_left() {
         let names = entries.map(|entry| entry.unwrap().file_name().into_string().unwrap());
         let open: HashSet<u64> = names.map(|name| name.parse().unwrap()).collect();
         let full = Rlimit {
-            current: (0..).find(|descriptor| !open.contains(descriptor)),
+            current: (0..=u64::MAX).find(|descriptor| !open.contains(descriptor)),
             ..getrlimit(Resource::Nofile)
         };
         prlimit(Pid::from_raw(holder.pid()), Resource::Nofile, full).unwrap();
