@@ -621,9 +621,10 @@ impl Observer {
             let left = state.holders.first().and_then(|holder| holder.left);
             self.lease_ends = left.and_then(|left| asked.checked_add(left));
         }
+        // Once it is over, the look that shows what has come of it is still to come.
         let left = self
             .lease_ends
-            .and_then(|ends| ends.checked_duration_since(asked));
+            .map(|ends| ends.checked_duration_since(asked).unwrap_or(POLL));
         self.due = Some(self.asked + self.wakes.pause(left));
         let state = looked?;
         let known = self.leader.as_ref();

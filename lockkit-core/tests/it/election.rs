@@ -94,7 +94,10 @@ async fn the_end_of_a_lease_is_seen_when_it_comes() {
     assert_eq!(observer.next().await.unwrap(), None);
     let leadership = stands.candidate("ada").unwrap().campaign().await.unwrap();
     assert!(observer.next().await.unwrap().is_some());
-    backend.fail_next(FaultPoint::Renew, u32::MAX);
+    // A release would wake the observer.
+    for point in [FaultPoint::Renew, FaultPoint::Release] {
+        backend.fail_next(point, u32::MAX);
+    }
     let began = Instant::now();
     let (reason, seen) = tokio::join!(leadership.lost(), observer.next());
     assert_eq!((reason, seen.unwrap()), (LossReason::Expired, None));
@@ -145,7 +148,10 @@ async fn a_look_that_fails_forgets_no_end_of_a_lease() {
     let leadership = stands.candidate("ada").unwrap().campaign().await.unwrap();
     let began = Instant::now();
     assert!(observer.next().await.unwrap().is_some());
-    backend.memory.fail_next(FaultPoint::Renew, u32::MAX);
+    // A release would wake the observer.
+    for point in [FaultPoint::Renew, FaultPoint::Release] {
+        backend.memory.fail_next(point, u32::MAX);
+    }
     // Its next look is due soon after that.
     let quiet = timeout(7 * SECOND, observer.next()).await;
     assert!(quiet.is_err(), "nothing changed: {quiet:?}");
@@ -155,6 +161,31 @@ async fn a_look_that_fails_forgets_no_end_of_a_lease() {
     assert_eq!((reason, seen.unwrap()), (LossReason::Expired, None));
     let took = began.elapsed();
     assert!(took >= 11 * SECOND && took <= 12 * SECOND + 60 * MS, "{took:?}");
+}
+
+/// The looks fail that were due when the lease was over.
+#[tokio::test(start_paused = true)]
+async fn an_end_of_a_lease_is_looked_for_until_it_is_shown() {
+    let backend = FailsToShow::default();
+    let stands = election(backend.memory.clone()).with_ttl(3 * SECOND);
+    let mut observer = election(backend.clone()).observe();
+    assert_eq!(observer.next().await.unwrap(), None);
+    let leadership = stands.candidate("ada").unwrap().campaign().await.unwrap();
+    let began = Instant::now();
+    assert!(observer.next().await.unwrap().is_some());
+    // A release would wake the observer.
+    for point in [FaultPoint::Renew, FaultPoint::Release] {
+        backend.memory.fail_next(point, u32::MAX);
+    }
+    for _ in 0..2 {
+        backend.fails.store(true, Ordering::SeqCst);
+        assert!(observer.next().await.unwrap_err().is_transient());
+        assert!(began.elapsed() > 2 * SECOND, "the lease was not over");
+    }
+    assert_eq!(observer.next().await.unwrap(), None);
+    let took = began.elapsed();
+    assert!(took <= 5 * SECOND + 60 * MS, "{took:?}");
+    drop(leadership);
 }
 
 #[tokio::test(start_paused = true)]
