@@ -93,7 +93,7 @@ impl Contender {
             .map_or(self.request.ttl, |ttls| ttls.longest)
     }
 
-    /// The shortest ttl that its claim has asked for: a request that comes late may leave it to that.
+    /// The shortest ttl that its renewals have asked for: one that comes late may leave it to that.
     pub(crate) fn shortest_ttl(&self) -> Duration {
         self.other_ttls
             .as_ref()
@@ -106,6 +106,15 @@ impl Contender {
             last: ttl,
             shortest: self.shortest_ttl().min(ttl),
             longest: self.longest_ttl().max(ttl),
+        }));
+    }
+
+    /// Notes that its release asks for a lease of this length. That ends no sooner than it shall, however late the request comes.
+    pub(crate) fn leave_for(&mut self, rest: Duration) {
+        self.other_ttls = Some(Box::new(Ttls {
+            last: rest,
+            shortest: self.shortest_ttl(),
+            longest: self.longest_ttl().max(rest),
         }));
     }
 

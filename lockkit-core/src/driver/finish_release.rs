@@ -149,7 +149,7 @@ async fn try_release(contender: &mut Contender) -> Result<()> {
             .max(AcquireOptions::MIN_TTL)
     });
     if let Some(rest) = rest {
-        contender.set_ttl(rest);
+        contender.leave_for(rest);
     }
     let Contender { claim, request, .. } = contender;
     let Some(claim) = claim else {

@@ -249,6 +249,21 @@ async fn what_a_late_renewal_may_shorten_is_asked_again_in_time() {
     }
 }
 
+/// A request for the rest leaves no less than that, however late it comes.
+#[tokio::test(start_paused = true)]
+async fn a_rest_is_asked_for_no_more_often_towards_its_end() {
+    let probe = Probe::default();
+    let guard = lock_of(&LockClient::new(probe.clone())).acquire().await.unwrap();
+    let granted = Instant::now();
+    probe.memory.fail_next(FaultPoint::Renew, u32::MAX);
+    assert!(guard.release().await.unwrap_err().is_transient());
+    sleep_until(granted + LEAST - 4 * SECOND).await;
+    let before = probe.counts.calls().1;
+    sleep_until(granted + LEAST - 50 * MS).await;
+    let asked = probe.counts.calls().1 - before;
+    assert!((3..=7).contains(&asked), "{asked} times within four seconds");
+}
+
 /// The job goes on in another process, whose own options are others, and in a third one.
 #[tokio::test(start_paused = true)]
 async fn who_adopts_it_and_releases_leaves_it_taken() {
