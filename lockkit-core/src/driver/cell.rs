@@ -188,6 +188,12 @@ impl<C> State<C> {
         wakes.wakers.extend(self.worker.take());
     }
 
+    fn renewal_fails(&mut self, wakes: &mut Wakes) {
+        if self.alive() && !std::mem::replace(&mut self.renewal_failing, true) {
+            self.wake_watchers(wakes);
+        }
+    }
+
     fn wake_watchers(&mut self, wakes: &mut Wakes) {
         let watchers = self.watchers.drain(..);
         wakes.wakers.extend(watchers.map(|watcher| watcher.waker));
@@ -478,9 +484,14 @@ impl<C> HoldCell<C> {
 
     /// Notes that a renewal failed, and wakes the watchers as an early warning. The lease goes on until it ends.
     pub(crate) fn renewal_failed(&self) {
+        self.update(None, State::renewal_fails);
+    }
+
+    /// Notes the same of one that is overdue for the lease that ends then, unless another lease has been proven meanwhile.
+    pub(crate) fn renewal_overdue(&self, end: Moment) {
         self.update(None, |state, wakes| {
-            if state.alive() && !std::mem::replace(&mut state.renewal_failing, true) {
-                state.wake_watchers(wakes);
+            if state.valid_until == Some(end) {
+                state.renewal_fails(wakes);
             }
         });
     }

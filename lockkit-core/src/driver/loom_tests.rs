@@ -143,6 +143,22 @@ fn loom_an_end_is_never_missed_by_a_new_watcher() {
     });
 }
 
+/// The worker looks at the clock, and meanwhile the reply comes that a renewal by hand waits for.
+#[test]
+fn loom_a_renewal_that_comes_at_last_is_not_overdue() {
+    explore(|| {
+        let cell = cell(Phase::Held);
+        let end = cell.valid_until().unwrap();
+        let renewal = thread::spawn({
+            let cell = cell.clone();
+            move || cell.extend(Some(end.later(Duration::from_secs(1))), now())
+        });
+        cell.renewal_overdue(end);
+        assert!(renewal.join().unwrap());
+        assert_eq!(cell.renewal_failing(now()), None);
+    });
+}
+
 #[test]
 fn loom_a_release_gets_the_claim_back_from_the_worker() {
     explore(|| {

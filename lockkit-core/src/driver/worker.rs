@@ -29,6 +29,7 @@ use crate::{
         finish_release::{clean_up, finish_release},
         hold::Hold,
         lock_queue::LockQueue,
+        moment::Moment,
         observe,
         timing::{self, HintBudget},
     },
@@ -631,7 +632,7 @@ async fn borrow<'a>(
             return loan;
         }
         let proven = hold.cell.valid_until();
-        let warns = overdue(hold).filter(|at| Instant::now() < *at);
+        let warns = overdue(hold).map(|(_, at)| at).filter(|at| Instant::now() < *at);
         let wakes = warns.into_iter().chain(ends(hold)).min();
         if let Some(at) = wakes {
             timer.as_mut().reset(at);
@@ -641,8 +642,10 @@ async fn borrow<'a>(
             loan = lending.as_mut() => return loan,
             () = timer.as_mut(), if wakes.is_some() => {
                 // Whoever has the claim renews the hold, and tells of that itself, unless it never goes on.
-                if overdue(hold).is_some_and(|at| Instant::now() >= at) {
-                    hold.cell.renewal_failed();
+                if let Some((end, at)) = overdue(hold)
+                    && Instant::now() >= at
+                {
+                    hold.cell.renewal_overdue(end);
                 }
                 // If that is the end, there is nothing to wait for.
                 note_end(hold);
@@ -654,10 +657,11 @@ async fn borrow<'a>(
     }
 }
 
-/// Returns the time from which on a renewal without a reply counts as failing.
-fn overdue(hold: &Hold) -> Option<Instant> {
-    let end = hold.cell.valid_until()?.seen_from(hold.now());
-    Some(timing::renewal_overdue(end, hold.lease_length()))
+/// Returns the end of the lease, and the time from which on a renewal of it without a reply counts as failing.
+fn overdue(hold: &Hold) -> Option<(Moment, Instant)> {
+    let end = hold.cell.valid_until()?;
+    let at = timing::renewal_overdue(end.seen_from(hold.now()), hold.lease_length());
+    Some((end, at))
 }
 
 /// Returns the end of the hold, or of its `max_hold` if that comes before.
