@@ -119,7 +119,8 @@ impl LockGuard {
     /// [`max_hold`](crate::AcquireOptions#structfield.max_hold) is over.
     ///
     /// A hold that was lost as [`Asked`](crate::LossReason::Asked) keeps the end that it had, until which nobody else is granted the
-    /// lock. Should it be ended by others in that time, it has its end as soon as its client hears of that.
+    /// lock. Should it be ended in that time by others, or since its client is closed, it has its end as soon as the client hears of
+    /// that.
     pub fn valid_until(&self) -> Option<Instant> {
         self.hold.valid_until()
     }

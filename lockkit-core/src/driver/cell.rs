@@ -405,11 +405,13 @@ impl<C> HoldCell<C> {
         Poll::Pending
     }
 
-    /// Notes that nothing is left of a lost hold that was asked back, and that its user has not let go of.
+    /// Notes that nothing is left of a lost hold that was asked back, or will be in a moment. Its user may go by the end that it has,
+    /// which its session must not move from now on.
     pub(crate) fn is_over(&self, now: Moment) {
         let mut state = self.state.lock();
-        if matches!(state.phase, Phase::Lost(_)) {
-            state.valid_until = Some(now);
+        if state.phase == Phase::Lost(LossReason::Asked) {
+            let end = state.end(now).filter(|end| now.has_reached(*end));
+            state.valid_until = Some(end.unwrap_or(now));
         }
     }
 

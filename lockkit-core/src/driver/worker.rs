@@ -314,6 +314,8 @@ impl Job {
                     () = hold.let_go() => {}
                     () = hold.gone_after_all() => {}
                 }
+                // Its user may not have let go: the client is closed, say.
+                hold.cell.is_over(hold.now());
                 hold.queue().unregister(&hold);
                 // If it was on offer, its waiter goes on without it.
                 hold.queue().withdraw(&hold);
@@ -382,6 +384,7 @@ impl Drop for DiesWith {
             // Its guard may be kept, and a hold without a lease ends with its claim alone. The claim of a hold that is being
             // released is left to that release.
             if matches!(hold.cell.last_phase(), Phase::Lost(_)) {
+                hold.cell.is_over(hold.now());
                 drop(hold.cell.discard());
             }
         }

@@ -491,6 +491,9 @@ async fn an_asked_hold_is_kept_for_as_long_as_is_proven() {
         "its user may use it"
     );
     drop(other.acquire_timeout(3 * SECOND).await.unwrap());
+    backend.1.send(Ok(now + 30 * SECOND)).unwrap();
+    let until = guard.valid_until().unwrap();
+    assert!(until <= Instant::now(), "another has had it since");
 }
 
 /// Memory that pushes what it grants: the lease begins long before, is short if the hold is renewed, and each claim hints

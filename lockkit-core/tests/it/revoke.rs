@@ -213,6 +213,18 @@ async fn closing_the_holder_releases_what_was_asked_for() {
     assert_eq!(said.unwrap(), Revocation::Confirmed);
 }
 
+/// Its user may go by the end that it had.
+#[tokio::test(start_paused = true)]
+async fn what_was_asked_for_has_its_end_with_its_client() {
+    let (_, holder, operator, guard) = held().await;
+    let _ = operator.revoke("a", guard.token(), Duration::ZERO).await.unwrap();
+    assert_eq!(guard.lost().await, LossReason::Asked);
+    assert!(guard.valid_until().unwrap() > Instant::now() + TTL / 2);
+    holder.close(SECOND).await.unwrap();
+    assert!(!is_taken(&operator).await);
+    assert!(guard.valid_until().unwrap() <= Instant::now(), "others have it");
+}
+
 #[tokio::test(start_paused = true)]
 async fn by_force_nobody_is_waited_for() {
     let (_, _holder, operator, guard) = held().await;

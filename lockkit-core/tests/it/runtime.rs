@@ -16,7 +16,10 @@ use lockkit_core::{
     MemoryBackend, Result,
     spi::{Backend, BackendInfo, Claim, ClaimRequest, Grant, Renewal, chain},
 };
-use tokio::{runtime::Runtime, time::timeout};
+use tokio::{
+    runtime::Runtime,
+    time::{Instant, timeout},
+};
 
 use crate::probe::Probe;
 
@@ -92,6 +95,27 @@ fn a_client_of_a_backend_that_hangs_says_so_too() {
     let client = first.block_on(async { LockClient::new(Hanging::default()) });
     drop(first);
     second.block_on(is_refused(&client));
+}
+
+/// Its user may go by the end that it had.
+#[test]
+fn what_was_asked_for_has_its_end_with_its_runtime() {
+    let (first, second) = (multi_thread(), current_thread());
+    let memory = MemoryBackend::new();
+    let client = first.block_on(async { LockClient::new(memory.clone()) });
+    let guard = second.block_on(client.lock("a").unwrap().acquire()).unwrap();
+    second.block_on(async {
+        let others = LockClient::new(memory);
+        let asked = others.revoke("a", guard.token(), Duration::ZERO);
+        let _ = soon("asking", asked).await.unwrap();
+        assert_eq!(soon("the loss", guard.lost()).await, LossReason::Asked);
+        assert!(guard.valid_until().unwrap() > Instant::now() + SECOND);
+        first.shutdown_background();
+        let lock = others.lock("a").unwrap();
+        let next = soon("the next", lock.acquire()).await.unwrap();
+        assert!(guard.valid_until().unwrap() <= Instant::now(), "others have it");
+        drop(next);
+    });
 }
 
 #[test]
