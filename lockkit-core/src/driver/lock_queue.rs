@@ -228,7 +228,8 @@ impl LockQueue {
     /// Notes it for those who wait here.
     pub(crate) fn set_last_reply(&self, reply: LastReply) {
         let mut state = self.state.lock();
-        if !state.slot.is_idle() {
+        // An answer that comes after a grant is to a question from before.
+        if !state.slot.is_idle() && !self.is_known_taken(&state) {
             state.last_reply = reply;
         }
     }

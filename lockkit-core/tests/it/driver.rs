@@ -547,6 +547,43 @@ async fn who_waits_behind_a_release_gets_what_is_free() {
     assert!(release.await.unwrap().unwrap_err().is_transient());
 }
 
+/// Nor is the attempt of one who asked before the grant a new word, if it fails after that.
+#[tokio::test(start_paused = true)]
+async fn who_waits_behind_a_release_hears_no_late_failure() {
+    let probe = Probe {
+        polls_every: Some(60 * SECOND),
+        ..Probe::default()
+    };
+    let elsewhere = LockClient::new(probe.memory.clone()).lock("job").unwrap();
+    let in_the_way = elsewhere.acquire().await.unwrap();
+    let lock = LockClient::new(probe.clone()).lock("job").unwrap();
+    let lock = lock.with_options(AcquireOptions::new().ttl(SECOND));
+    let waiting = |wait| {
+        let lock = lock.clone();
+        tokio::spawn(async move { lock.acquire_timeout(wait).await })
+    };
+    let first = waiting(600 * SECOND);
+    tokio::task::yield_now().await;
+    let second = waiting(3 * SECOND);
+    tokio::task::yield_now().await;
+    // The second asks when its time is over, and the first is granted it before that fails.
+    probe.memory.delay(FaultPoint::Attempt, 60 * SECOND);
+    tokio::time::sleep(3_050 * MS).await;
+    probe.memory.delay(FaultPoint::Attempt, Duration::ZERO);
+    in_the_way.release().await.unwrap();
+    let guard = first.await.unwrap().unwrap();
+    assert!(!second.is_finished(), "it was answered before the grant");
+    let error = second.await.unwrap().unwrap_err();
+    assert!(error.is_transient() && !error.is_timeout(), "{error}");
+    tokio::time::sleep(10 * MS).await;
+    probe.memory.delay(FaultPoint::Release, 60 * SECOND);
+    let release = tokio::spawn(guard.release());
+    tokio::task::yield_now().await;
+    let next = lock.acquire_timeout(2 * SECOND).await.unwrap();
+    assert!(next.is_held());
+    assert!(release.await.unwrap().unwrap_err().is_transient());
+}
+
 /// The one that waits at the server heard that it was taken when it began, and has rested since.
 #[tokio::test(start_paused = true)]
 async fn who_waits_behind_others_hears_no_old_word() {
