@@ -47,7 +47,11 @@ pub(crate) async fn finish_release(hold: &Hold, contender: Option<Contender>, no
         return Ok(());
     }
     let released = release_claim(&mut contender).await;
-    registration.slot = contender.take_slot();
+    match contender.take_slot() {
+        // The server says that it was gone: nobody here knows that the lock is taken.
+        Some(slot) if released.as_ref().is_err_and(Error::is_lost) => hold.queue().pass_after_loss(slot),
+        slot => registration.slot = slot,
+    }
     released
 }
 

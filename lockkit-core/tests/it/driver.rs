@@ -584,6 +584,30 @@ async fn who_waits_behind_a_release_hears_no_late_failure() {
     assert!(release.await.unwrap().unwrap_err().is_transient());
 }
 
+/// Its release is told that it was gone by then. Whoever has the lock now, it is not this client.
+#[tokio::test(start_paused = true)]
+async fn who_waits_behind_a_hold_that_was_gone_asks() {
+    let (backend, client) = client();
+    let lock = client.lock("job").unwrap();
+    let guard = lock.acquire().await.unwrap();
+    // It is passed on to none of those, whose ttl is another one.
+    let others = lock.with_options(AcquireOptions::new().ttl(7 * SECOND));
+    let waiting = |wait| {
+        let lock = others.clone();
+        tokio::spawn(async move { lock.acquire_timeout(wait).await })
+    };
+    let first = waiting(60 * SECOND);
+    tokio::task::yield_now().await;
+    let second = waiting(500 * MS);
+    tokio::task::yield_now().await;
+    backend.delay(FaultPoint::Attempt, 20 * SECOND);
+    assert!(backend.revoke("job"));
+    assert!(guard.release().await.unwrap_err().is_lost());
+    let error = second.await.unwrap().unwrap_err();
+    assert!(error.is_transient() && !error.is_timeout(), "{error}");
+    first.abort();
+}
+
 /// The one that waits at the server heard that it was taken when it began, and has rested since.
 #[tokio::test(start_paused = true)]
 async fn who_waits_behind_others_hears_no_old_word() {
