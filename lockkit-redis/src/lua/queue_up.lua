@@ -17,8 +17,8 @@ if holder and holder ~= me then
   local arrival = math.max((last or 0) + 1, micros)
   if fits and call('ZADD', QUEUE, 'NX', string.format('%d', arrival), me) == 1 then
     call('HSET', ENTRIES, me, ARGV[4] .. ' ' .. ARGV[3] .. ' ' .. record)
-    -- The first to come in a minute is enough. No group needs these keys for longer.
-    if not last or math.floor(last / 6e7) < math.floor(arrival / 6e7) then
+    -- The first to come in a minute is enough, and each while the last is ahead of the clock. No group needs these keys for longer.
+    if not last or math.floor(last / 6e7) ~= math.floor(micros / 6e7) then
       call('PEXPIRE', QUEUE, IDLE)
       call('PEXPIRE', ENTRIES, IDLE)
     end
