@@ -439,7 +439,6 @@ async fn a_server_that_is_not_there_or_does_not_answer_is_an_outage() {
     assert!(text.contains("does not answer"), "{text}");
 }
 
-/// The connection stands and its server is a replica now.
 /// Scripts count as far as a float does exactly, which the clock in microseconds reaches in the year 2255.
 #[tokio::test]
 async fn a_counter_at_its_end_grants_no_token_twice() {
@@ -619,6 +618,7 @@ async fn a_look_is_not_answered_by_a_master_that_was_demoted() {
     drop(held);
 }
 
+/// The connection stands and its server is a replica now.
 #[tokio::test]
 async fn a_master_that_was_demoted_is_left_for_the_new_one() {
     if no_server() {
