@@ -10,6 +10,7 @@ if is_exclusive then
 end
 call('ZADD', HOLDERS, now + ttl, me)
 call('HSET', ENTRIES, me, 's ' .. ttl .. ' ' .. record)
+by_holder = true
 -- This updates the key as well.
 grant_from_queue()
 tell_if_shorter(ttl, left)

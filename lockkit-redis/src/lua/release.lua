@@ -17,6 +17,7 @@ else
   call('ZREM', QUEUE, me)
   call('HDEL', ENTRIES, me)
 end
+by_holder = held == 1
 grant_from_queue(nil, head)
 if held == 1 and not value then call('DEL', LOCK) end
 return held

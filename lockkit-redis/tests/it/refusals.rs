@@ -323,6 +323,32 @@ async fn a_hand_off_that_was_pushed_is_written() {
     next.release().await.unwrap();
 }
 
+/// Who breaks a hold need not be able to have one. The next asks, and has what it is told of.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_hand_off_by_who_may_not_write_it_is_a_hint() {
+    if no_server() {
+        return;
+    }
+    let server = RedisServer::builder()
+        .user("barred", PASSWORD, "~* &* +@all -hdel")
+        .user("other", PASSWORD, "~* &* +@all")
+        .start()
+        .unwrap();
+    let at = server.addr();
+    let operator = client(&format!("redis://barred:{PASSWORD}@{at}")).await;
+    let url = format!("redis://other:{PASSWORD}@{at}");
+    let (one, two) = (client(&url).await, client(&url).await);
+    let held = lock(&one, "a", LONG).acquire().await.unwrap();
+    let waiting = waiter(&lock(&two, "a", LONG));
+    waiters(&server, "a", 1).await;
+    let refused = operator.revoke_by_force("a", held.token()).await.unwrap_err();
+    let text = shown(&refused);
+    assert!(text.contains("HDEL") && text.contains("docs/redis.md"), "{text}");
+    let next = granted(AT_ONCE, "it is free", waiting).await;
+    next.renew().await.unwrap();
+    next.release().await.unwrap();
+}
+
 #[tokio::test]
 async fn a_replica_is_not_taken_for_the_master() {
     if no_server() {
