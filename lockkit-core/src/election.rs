@@ -494,9 +494,9 @@ impl Leader {
 /// It sees each change once, and in order: the tokens of leaders rise, and the same leader is not seen twice in a row. It
 /// sees states, not a history: a leader who came and went between two looks is passed over.
 ///
-/// It looks when the backend says that something has changed: at once, in memory, on Redis (one master) and on ZooKeeper. Without a
-/// word from there it looks once in ten seconds, and on other backends once a second. Wherever it knows the end of the leader's
-/// lease, it looks then, too, since no server tells of that.
+/// It looks when the backend says that something has changed: at once, in memory, on Redis (one master), on ZooKeeper and on etcd.
+/// Without a word from there it looks once in ten seconds, and on other backends once a second. Wherever it knows the end of the
+/// leader's lease, it looks then, too, since no server tells of that.
 #[must_use = "an observer sees nothing unless `next` is awaited"]
 #[derive(Debug)]
 pub struct Observer {

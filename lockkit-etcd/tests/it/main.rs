@@ -7,6 +7,7 @@ mod conformance;
 mod faults;
 mod gate;
 mod namespaces;
+mod observers;
 mod recipe;
 mod server;
 mod sessions;
