@@ -430,7 +430,9 @@ impl Suite {
             .map_err(|error| Stop::Failed(format!("no client: {}", chain(&error))))?;
         // On top of what a case does comes what it waits for.
         let deaths = election::rounds().max(MOST_DEATHS);
-        let limit = LIMIT * deaths.div_ceil(10) + self.harness.freed_after_death(&probe) * deaths;
+        let limit = LIMIT * deaths.div_ceil(10)
+            + self.harness.freed_after_death(&probe) * deaths
+            + asking::time_for_more_rounds(self.harness.ttl());
         let suite = self.clone();
         let task = tokio::spawn(async move { suite.case(&case, seed, probe).await });
         let ended = timeout(limit, task).await.map_err(|_| late(limit))?;

@@ -17,6 +17,10 @@ use crate::case_run::{
     CaseRun, Outcome, PATIENCE, Stop, comes_free, ensure, eventually, failed, granted_at_once,
     granted_within, taken, within,
 };
+
+/// The rounds of `asked_rounds` if nobody says otherwise.
+const USUAL_ROUNDS: usize = 5;
+
 /// Asks in the background.
 fn asks(client: &LockClient, name: &str, token: FencingToken) -> JoinHandle<Result<Revocation, Error>> {
     let (client, name) = (client.clone(), name.to_owned());
@@ -336,7 +340,14 @@ pub(crate) async fn asked_rounds(case: &CaseRun) -> Outcome {
 /// A few by default. The environment variable `LOCKKIT_ASKED_ROUNDS` sets another number.
 fn rounds() -> usize {
     let set = std::env::var("LOCKKIT_ASKED_ROUNDS").ok();
-    set.and_then(|rounds| rounds.trim().parse().ok()).unwrap_or(5)
+    set.and_then(|rounds| rounds.trim().parse().ok())
+        .unwrap_or(USUAL_ROUNDS)
+}
+
+/// Returns how long the rounds beyond the usual ones may take: in each, the holder may hear of the request as late as its lease ends.
+pub(crate) fn time_for_more_rounds(ttl: Duration) -> Duration {
+    let more = rounds().saturating_sub(USUAL_ROUNDS);
+    (2 * ttl).saturating_mul(u32::try_from(more).unwrap_or(u32::MAX))
 }
 
 pub(crate) async fn asking_is_unsupported(case: &CaseRun) -> Outcome {
