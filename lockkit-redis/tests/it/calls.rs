@@ -35,6 +35,12 @@ struct Cost {
     of_100: u64,
 }
 
+/// The requests for a lock: a script, or a release without one.
+const REQUESTS: [&str; 3] = ["evalsha", "delifeq", "delex"];
+
+/// The number of steps over which the time of a server is the mean.
+const TIMED: u32 = 200;
+
 /// Clients that want one lock.
 struct Ring<'a> {
     servers: &'a [RedisServer],
@@ -151,6 +157,27 @@ impl<'a> Ring<'a> {
         sums.max().unwrap()
     }
 
+    /// Returns how long a server works on a step, the mean of all servers. A minority may be late with the last ones.
+    async fn time(&mut self, mut step: impl AsyncFnMut(&mut Self)) -> Duration {
+        let before = self.worked();
+        for _ in 0..TIMED {
+            step(self).await;
+        }
+        let servers = u32::try_from(self.servers.len()).unwrap();
+        (self.worked() - before) / (TIMED * servers)
+    }
+
+    /// Returns how long the servers together have worked on requests for a lock.
+    fn worked(&self) -> Duration {
+        let times = self.servers.iter().map(|server| server.command_times().unwrap());
+        times
+            .map(|times| {
+                let of_requests = REQUESTS.iter().filter_map(|request| times.get(*request));
+                of_requests.sum::<Duration>()
+            })
+            .sum()
+    }
+
     fn counts(&self) -> Vec<Counts> {
         let counts = self.servers.iter().map(RedisServer::command_counts);
         counts.map(Result::unwrap).collect()
@@ -173,13 +200,13 @@ fn sum(counts: &Counts) -> u64 {
     counts.values().sum()
 }
 
-/// Returns how many requests for a lock are among these: a script, or a release without one.
+/// Returns how many requests for a lock are among these.
 fn requests_in(counts: &Counts) -> u64 {
-    let requests = ["evalsha", "delifeq", "delex"];
-    requests.iter().filter_map(|request| counts.get(*request)).sum()
+    REQUESTS.iter().filter_map(|request| counts.get(*request)).sum()
 }
 
-/// Compares what a lock costs with what is stated. Each hand-off takes so many requests of a server.
+/// Compares what a lock costs with what is stated. Each hand-off takes so many requests of a server. Prints how long a server works on
+/// them, which depends on the machine.
 async fn costs<B: Backend + 'static>(
     servers: &[RedisServer],
     requests: u64,
@@ -189,10 +216,14 @@ async fn costs<B: Backend + 'static>(
     let mut alone = Ring::new(servers, 1, &mut connect).await;
     let (_, held) = &mut alone.claims[0];
     held.release().await.unwrap();
+    let worked = alone.time(Ring::take).await;
+    eprintln!("alone: a server works for {worked:?} on it");
     let alone = alone.least(stated.alone, 2, Ring::take).await;
     let mut found = Vec::new();
     for (size, stated) in [(2, stated.of_2), (16, stated.of_16), (100, stated.of_100)] {
         let mut ring = Ring::new(servers, size, &mut connect).await;
+        let worked = ring.time(Ring::hand_off).await;
+        eprintln!("of {size}: a server works for {worked:?} on it");
         found.push(ring.least(stated, requests, Ring::hand_off).await);
         let ends = ring.claims.iter_mut().rev().map(|(_, claim)| claim.release());
         join_all(ends).await;

@@ -6,6 +6,7 @@ use std::{
     path::{Path, PathBuf},
     process::Command,
     sync::Arc,
+    time::Duration,
 };
 
 use percent_encoding::{NON_ALPHANUMERIC, utf8_percent_encode};
@@ -308,18 +309,19 @@ impl RedisServer {
     /// # Errors
     /// As [`cli`](Self::cli).
     pub fn command_counts(&self) -> io::Result<BTreeMap<String, u64>> {
-        let mut counts = BTreeMap::new();
-        for (name, statistics) in self.info("commandstats")? {
-            let name = name.trim_start_matches("cmdstat_");
-            let calls = statistics.split(',').find_map(|part| part.strip_prefix("calls="));
-            let calls = calls.and_then(|calls| calls.parse().ok());
-            if let Some(calls) = calls
-                && !["info", "auth"].contains(&name)
-            {
-                counts.insert(name.to_owned(), calls);
-            }
-        }
-        Ok(counts)
+        self.command_statistics("calls=")
+    }
+
+    /// Returns how long the server has executed each command since the start, by its own clock, and by name as
+    /// [`command_counts`](Self::command_counts) does. The time of a script has that of the commands that it calls.
+    ///
+    /// # Errors
+    /// As [`cli`](Self::cli).
+    pub fn command_times(&self) -> io::Result<BTreeMap<String, Duration>> {
+        let times = self.command_statistics("usec=")?.into_iter();
+        Ok(times
+            .map(|(name, micros)| (name, Duration::from_micros(micros)))
+            .collect())
     }
 
     /// Counts the commands executed since the start: the sum of [`command_counts`](Self::command_counts).
@@ -417,6 +419,22 @@ impl RedisServer {
 
     fn snapshot(&self) -> PathBuf {
         self.process.directory().join(DATA).join("dump.rdb")
+    }
+
+    /// Returns a figure of each command, which the server gives as `figure` and a number.
+    fn command_statistics(&self, figure: &str) -> io::Result<BTreeMap<String, u64>> {
+        let mut figures = BTreeMap::new();
+        for (name, statistics) in self.info("commandstats")? {
+            let name = name.trim_start_matches("cmdstat_");
+            let of_it = statistics.split(',').find_map(|part| part.strip_prefix(figure));
+            let of_it = of_it.and_then(|of_it| of_it.parse().ok());
+            if let Some(of_it) = of_it
+                && !["info", "auth"].contains(&name)
+            {
+                figures.insert(name.to_owned(), of_it);
+            }
+        }
+        Ok(figures)
     }
 
     /// The fields of one section of `INFO`.

@@ -351,6 +351,9 @@ fn command_counts_are_exact() {
     let more = |name: &str| after.get(name).unwrap_or(&0) - before.get(name).unwrap_or(&0);
     assert_eq!([more("get"), more("set"), more("eval")], [4, 1, 1]);
     assert_eq!(server.command_count().unwrap() - sum, 6);
+    let times = server.command_times().unwrap();
+    assert_eq!(times.keys().collect::<Vec<_>>(), after.keys().collect::<Vec<_>>());
+    assert!(times["eval"] >= times["set"], "{times:?}");
 }
 
 #[test]
