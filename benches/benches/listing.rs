@@ -1,7 +1,7 @@
 //! Lists of many locks that are held: how long one takes, its memory, and what it costs others meanwhile.
 //!
-//! `cargo bench -p lockkit-benches --bench listing` starts a private Redis and a private ZooKeeper server, one after the other,
-//! and holds 100,000 locks on each. `LOCKKIT_LISTED` is another number.
+//! `cargo bench -p lockkit-benches --bench listing [-- redis|zookeeper]` starts a private Redis and a private ZooKeeper server, one
+//! after the other, and holds 100,000 locks on each. `LOCKKIT_LISTED` is another number.
 
 use std::process::Command;
 
@@ -23,6 +23,11 @@ fn main() -> Result<(), BoxError> {
         Ok(held) => held.parse()?,
         Err(_) => HELD,
     };
+    let texts: Vec<String> = std::env::args()
+        .skip(1)
+        .filter(|text| !text.starts_with("--"))
+        .collect();
+    let is_wanted = |server: &str| texts.is_empty() || texts.iter().any(|text| text == server);
     let measure = |url: &str| -> Result<Listing, BoxError> {
         let runtime = Runtime::new()?;
         let measured = runtime.block_on(listing::measure(
@@ -34,10 +39,12 @@ fn main() -> Result<(), BoxError> {
         measured
     };
     match redis::missing() {
+        _ if !is_wanted("redis") => {}
         Some(why) => println!("redis: skipped: {why}"),
         None => println!("redis: {}", measure(RedisServer::plain()?.url())?),
     }
     match zookeeper::missing() {
+        _ if !is_wanted("zookeeper") => {}
         Some(why) => println!("zookeeper: skipped: {why}"),
         None => {
             let server = ZkServer::plain()?;

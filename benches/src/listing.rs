@@ -108,7 +108,10 @@ fn memory(which: &str) -> Result<u64, BoxError> {
 /// If the server or the lister fails, or a list is wrong.
 pub async fn measure(url: &str, held: usize, lister: Command) -> Result<Listing, BoxError> {
     let holder = lockkit::connect(url).await?;
+    let began = Instant::now();
     let guards = hold(&holder, held).await?;
+    // It may take a minute, and so may a list.
+    eprintln!("{held} locks are held after {:.1?}", began.elapsed());
     let other = lockkit::connect(url).await?;
     let alone = cycles(&other, || ALONE).await?;
     let mut lister = Lister::start(url, lister)?;
