@@ -54,3 +54,9 @@ impl Mark {
         Self
     }
 }
+
+// Each client, acquisition and hold has them.
+const _: () = assert!(
+    size_of::<Meters>() + size_of::<Mark>() == 0,
+    "metrics cost nothing without the feature"
+);
