@@ -28,5 +28,6 @@ mod redlock;
 mod refusals;
 mod rogue;
 mod sentinels;
+mod short_ways;
 mod soak;
 mod workers;
