@@ -337,13 +337,14 @@ fn check(script: &Script, situations: &[Situation], breaks: &[(&str, &str)]) {
         .iter()
         .map(|situation| outcome(&server, &general, situation))
         .collect();
-    for (situation, expected) in situations.iter().zip(&expected) {
-        assert_eq!(
-            &outcome(&server, &whole, situation),
-            expected,
-            "{}",
-            situation.what
-        );
+    // Redis 6.0 refuses a SET that returns what was there.
+    let of_redis_6 = whole.replace("micros + tokens), 'GET')", "micros + tokens), 'GOT')");
+    assert_ne!(of_redis_6, whole);
+    for script in [&whole, &of_redis_6] {
+        for (situation, expected) in situations.iter().zip(&expected) {
+            let found = outcome(&server, script, situation);
+            assert_eq!(&found, expected, "{}", situation.what);
+        }
     }
     let mut unseen = Vec::new();
     for (from, to) in breaks {
