@@ -21,6 +21,8 @@ tests! {
     a_lock_by_hand_excludes_and_is_excluded
     a_permit_is_one_lock_of_one_session
     an_idle_holder_costs_vacuum_nothing
+    one_grant_in_33_is_written_to_disk
+    a_thousand_locks_of_others_hide_no_holder
     a_waiter_stops_vacuum_in_its_own_database_alone
     the_lease_is_kept_in_milliseconds
     a_ttl_that_changes_is_kept_from_the_next_renewal
@@ -124,6 +126,45 @@ async fn an_idle_holder_costs_vacuum_nothing() {
     assert_eq!(server.sql(pinned).unwrap(), "0");
     guard.check().unwrap();
     permit.check().unwrap();
+}
+
+/// What the server has on disk of the sequence reaches for 32 draws more.
+async fn one_grant_in_33_is_written_to_disk() {
+    let server = private(&[]);
+    let client = client(server.addr()).await;
+    cycle(&client, "a").await;
+    let mut written = 0;
+    for _ in 0..99 {
+        cycle(&client, "a").await;
+        let left = server.sql("SELECT log_cnt FROM lockkit.token").unwrap();
+        written += u32::from(left == "32");
+    }
+    // After a checkpoint, one more is.
+    assert!((3..=4).contains(&written), "{written} of 99 were");
+}
+
+async fn a_thousand_locks_of_others_hide_no_holder() {
+    let server = private(&[]);
+    let client = client(server.addr()).await;
+    let guard = client.lock("a").unwrap().acquire().await.unwrap();
+    let mut others = session(&server);
+    others
+        .sql("SELECT count(*) FROM generate_series(1, 1000) g WHERE pg_advisory_lock(1, g) IS NOT NULL")
+        .unwrap();
+    let shown = async || {
+        let holders = client.inspect("a").await.unwrap().holders;
+        holders.into_iter().map(|holder| holder.token).collect::<Vec<_>>()
+    };
+    eventually("the hold is shown", async || shown().await == [guard.token()]).await;
+    let mut took = Vec::new();
+    for _ in 0..100 {
+        let began = Stopwatch::start();
+        let tokens = shown().await;
+        took.push(began.elapsed());
+        assert_eq!(tokens, [guard.token()]);
+    }
+    took.sort_unstable();
+    eprintln!("beside 1,000 locks, an inspection takes {:?}", took[50]);
 }
 
 /// A waiter has a snapshot. In a database of its own for locks, it stops nobody.
