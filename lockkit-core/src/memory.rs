@@ -47,7 +47,8 @@ const FOLLOWS_WITHIN: Duration = Duration::from_secs(1);
 /// A lock server in this process.
 ///
 /// Clones share one space of locks. A lock that nobody uses leaves nothing behind. Fencing tokens rise per name, with gaps, and two
-/// names may have the same one: each counter of tokens is for many names.
+/// names may have the same one: each counter of tokens is for many names. The counters of a new space begin at the wall clock, in
+/// microseconds since 1970, so that its tokens go on above those of a process before.
 ///
 /// ```
 /// use lockkit_core::{LockClient, MemoryBackend};
@@ -384,13 +385,14 @@ impl Space {
 
     fn new(server: String, clock: SpaceClock) -> Self {
         let fault_plan = Arc::default();
+        let last_token = before_the_first_token();
         Self {
             server: server.into(),
             clock,
             namespaces: Mutex::default(),
             hashes: RandomState::new(),
             shards: (0..Self::SHARDS)
-                .map(|_| Arc::new(Shard::new(clock, &fault_plan)))
+                .map(|_| Arc::new(Shard::new(clock, last_token, &fault_plan)))
                 .collect(),
             fault_plan,
         }
@@ -492,9 +494,13 @@ impl FaultPlan {
 }
 
 impl Shard {
-    fn new(clock: SpaceClock, fault_plan: &Arc<FaultPlan>) -> Self {
+    fn new(clock: SpaceClock, last_token: u64, fault_plan: &Arc<FaultPlan>) -> Self {
+        let state = State {
+            last_token,
+            ..State::default()
+        };
         Self {
-            state: Mutex::default(),
+            state: Mutex::new(state),
             clock,
             fault_plan: fault_plan.clone(),
         }
@@ -636,6 +642,13 @@ fn is_real_time() -> bool {
     let before = std::time::Instant::now();
     let here = Instant::now().into_std();
     before <= here && here <= std::time::Instant::now()
+}
+
+/// Returns a number that all tokens of a new space are above: the microseconds since 1970.
+fn before_the_first_token() -> u64 {
+    let since_1970 = SystemTime::UNIX_EPOCH.elapsed().unwrap_or_default();
+    // Enough tokens are left, whatever the clock says.
+    u64::try_from(since_1970.as_micros()).map_or(fence::MOST, |micros| micros.min(fence::MOST))
 }
 
 /// Returns `true` if one more holder fits in beside `holders`.

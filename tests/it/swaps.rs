@@ -240,7 +240,7 @@ fn short(url: &str) -> String {
 /// What docs/choosing.md says about this pair.
 fn documented(from: &str, to: &str) -> Step {
     match (from, to) {
-        ("zk" | "etcd" | "memory", "redlock" | "file") => Step::Nothing,
+        ("zk" | "etcd", "redlock" | "file") => Step::Nothing,
         (_, "redlock" | "file") | ("postgres", "redis") => Step::RowsBeginAtZero,
         _ => Step::Raised,
     }
