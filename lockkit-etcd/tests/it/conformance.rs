@@ -3,9 +3,12 @@
 use std::time::Duration;
 
 use async_trait::async_trait;
-use lockkit_conformance::{Harness, Missing};
+use lockkit_conformance::{Harness, Missing, Outage, Way};
 use lockkit_core::{LockClient, Result};
-use lockkit_testbed::etcd::{self, EtcdServer};
+use lockkit_testbed::{
+    Proxy,
+    etcd::{self, EtcdServer},
+};
 
 use crate::server;
 
@@ -50,6 +53,23 @@ impl Harness for Etcd {
 
     async fn connect(&self, url: &str) -> Result<LockClient> {
         server::client(server::config(url)).await
+    }
+
+    async fn on_a_way(&self) -> Result<Option<(LockClient, Way)>> {
+        let url = self.address();
+        let hosts = url.rsplit(['/', '@']).next().unwrap_or_default();
+        let proxies: Vec<_> = hosts
+            .split(',')
+            .map(|host| Proxy::start(host.parse().expect("an address")).expect("a proxy"))
+            .collect();
+        let ways: Vec<_> = proxies.iter().map(|proxy| proxy.addr().to_string()).collect();
+        let client = server::connect(&url.replace(hosts, &ways.join(","))).await;
+        let way = Way::new(move |outage| {
+            for proxy in &proxies {
+                proxy.set_outage(outage.map(Outage::is_silent));
+            }
+        });
+        Ok(Some((client, way)))
     }
 
     fn ttl(&self) -> Duration {
