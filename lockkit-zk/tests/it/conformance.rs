@@ -1,9 +1,9 @@
 //! The conformance suite, once for each layout of the nodes.
 
 use async_trait::async_trait;
-use lockkit_conformance::{Harness, Missing};
+use lockkit_conformance::{Harness, Missing, Outage, Way};
 use lockkit_core::{LockClient, Result};
-use lockkit_testbed::zookeeper;
+use lockkit_testbed::{Proxy, zookeeper};
 use lockkit_zk::{Digest, Nodes, Parents, ZkConfig};
 
 use crate::server;
@@ -88,6 +88,17 @@ impl Harness for Zk {
             return Ok(server::only_connected(self.config(url)).await);
         }
         server::client(self.config(url)).await
+    }
+
+    async fn on_a_way(&self) -> Result<Option<(LockClient, Way)>> {
+        let address = self.address();
+        // Behind it may be files.
+        let addr = address.split('|').next().unwrap_or_default();
+        let proxy = Proxy::start(addr.parse().expect("an address")).expect("a proxy");
+        let address = address.replacen(addr, &proxy.addr().to_string(), 1);
+        let client = server::only_connected(self.config(&address)).await;
+        let way = Way::new(move |outage| proxy.set_outage(outage.map(Outage::is_silent)));
+        Ok(Some((client, way)))
     }
 
     fn secret(&self) -> Option<String> {
