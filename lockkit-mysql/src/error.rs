@@ -193,6 +193,9 @@ pub(crate) fn failed(operation: &'static str, error: sqlx::Error) -> Error {
     }
 }
 
+/// The most characters of the server's words that somebody is to read.
+const MOST_WORDS: usize = 500;
+
 /// The error for a request that the server has refused, with what to do.
 #[derive(Debug, thiserror::Error)]
 #[error("{number} {words}{}", meaning(*.number).1.map_or_else(String::new, |advice| format!(" ({advice})")))]
@@ -204,7 +207,7 @@ struct Refusal {
 /// Returns the cause of an error, told once: the client library's errors repeat theirs.
 fn cause(operation: &'static str, error: sqlx::Error) -> BoxError {
     if let Some(number) = number(&error)
-        && let Some(words) = error.as_database_error().map(|error| error.message().to_owned())
+        && let Some(words) = error.as_database_error().map(|error| shortened(error.message()))
     {
         return Refusal { number, words }.into();
     }
@@ -215,6 +218,14 @@ fn cause(operation: &'static str, error: sqlx::Error) -> BoxError {
             io::Error::new(error.kind(), text).into()
         }
         error => chain(&error).into(),
+    }
+}
+
+/// Returns the server's words, as far as somebody is to read them.
+fn shortened(words: &str) -> String {
+    match words.char_indices().nth(MOST_WORDS) {
+        Some((end, _)) => format!("{}…", &words[..end]),
+        None => words.to_owned(),
     }
 }
 

@@ -11,6 +11,7 @@ use tokio::net::TcpStream;
 use crate::tool::{PATIENCE, lockkit};
 
 mod etcd;
+mod mysql;
 mod postgres;
 mod redis;
 mod trickle;
