@@ -9,7 +9,7 @@ use lockkit_testbed::{
     zookeeper::{self, ZkServer},
 };
 
-use crate::tool::{lockkit, outcome};
+use crate::tool::{Site, lockkit, outcome};
 
 /// The output of `lockkit fence`.
 fn fence(url: &str, arguments: &[&str]) -> (i32, String, String) {
@@ -96,6 +96,24 @@ fn tokens_of_mysql_are_raised_and_not_lowered() {
                 raised_and_not_lowered(&format!("{}?mode={mode}", server.url()));
             }
         }
+    }
+}
+
+/// Nobody keeps such a number of files, nor of Redlock's masters.
+#[test]
+fn where_tokens_cannot_be_raised_a_line_says_what_to_do() {
+    let site = Site::new();
+    for (arguments, advice) in [
+        (&["show"][..], "take the highest that is remembered"),
+        (&["raise", "--above", "7"], "have what checks them begin at 0"),
+    ] {
+        let (status, shown, complaint) = fence(&site.url, arguments);
+        assert_eq!((status, &*shown), (125, ""), "{complaint}");
+        assert!(
+            complaint.contains("not supported") && complaint.contains(advice),
+            "{complaint}"
+        );
+        assert_eq!(complaint.lines().count(), 1, "{complaint}");
     }
 }
 
