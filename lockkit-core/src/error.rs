@@ -10,6 +10,16 @@ pub type BoxError = Box<dyn std::error::Error + Send + Sync + 'static>;
 /// The result of lockkit's operations.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
+/// Returns a time without the digits that nobody has asked for: a wait of three seconds takes 2.997845498 s.
+fn legible(waited: Duration) -> Duration {
+    let millis = match waited.as_micros() {
+        0..1_000 => return waited,
+        micros @ 1_000..1_000_000 => (micros + 500) / 1_000,
+        micros => (micros + 50_000) / 100_000 * 100,
+    };
+    u64::try_from(millis).map_or(waited, Duration::from_millis)
+}
+
 /// An error of lockkit: what failed, on which backend, for which lock.
 ///
 /// "Taken" and "cannot tell" are never mixed up. [`Timeout`](Self::Timeout) means that the backend's last word was that
@@ -97,7 +107,7 @@ pub enum Error {
     },
 
     /// The lock was taken, and still was when the time to wait was over.
-    #[error("{backend}: lock `{}` is taken: not granted within {waited:?}", Shown(.name.as_str()))]
+    #[error("{backend}: lock `{}` is taken: not granted within {:?}", Shown(.name.as_str()), legible(*.waited))]
     #[non_exhaustive]
     Timeout {
         /// The backend's name.
@@ -497,5 +507,29 @@ impl fmt::Display for LossReason {
                 "it cannot be adopted: its lease ran out, it was ended, or another client has adopted it"
             }
         })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_wait_is_told_as_it_was_asked_for() {
+        for (nanos, told) in [
+            (0, "0ns"),
+            (120_400, "120.4µs"),
+            (300_412_345, "300ms"),
+            (999_700_000, "1s"),
+            (2_997_845_498, "3s"),
+            (3_312_345_678, "3.3s"),
+            (600_001_234_567, "600s"),
+        ] {
+            let name = LockName::new("job").unwrap();
+            let error = Error::timeout("memory", name, Duration::from_nanos(nanos));
+            let expected = format!("memory: lock `job` is taken: not granted within {told}");
+            assert_eq!(error.to_string(), expected);
+        }
+        assert_eq!(legible(Duration::MAX), Duration::MAX);
     }
 }
