@@ -52,6 +52,8 @@ impl FencedTable {
     /// Updates the row of this key, unless a higher token has written it. `set` adds one assignment per `push`. The first call checks
     /// the type of the token's column: one that rounds or truncates would let a lower token pass.
     ///
+    /// Give `key` in the type of its column: MySQL compares text with a number as floating point, and then one key may be that of many rows.
+    ///
     /// # Errors
     /// [`FencedError`] has the reason why the row was not written.
     ///
