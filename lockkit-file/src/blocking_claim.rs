@@ -1,8 +1,7 @@
 //! A claim as blocking code: its attempts in each mode, its hold, and the release.
 
 use std::{
-    fs::{self, File},
-    io,
+    fs::File,
     num::NonZeroU32,
     path::{Path, PathBuf},
     sync::Arc,
@@ -300,7 +299,7 @@ impl BlockingClaim {
         }
         if let Some(mark) = self.mark.take() {
             // If it stays, it names a hold that is over.
-            let _ = fs::remove_file(mark);
+            let _ = layout::remove(&mark);
         }
         self.events = None;
     }
@@ -481,8 +480,9 @@ impl BlockingClaim {
     fn note_reader(&self, record: &TokenRecord) -> Result<ReaderNote> {
         let ClaimSpec { request, files, .. } = &*self.spec;
         let dir = files.ensure_readers()?;
-        let path = dir.join(request.owner.to_string());
-        let unlisted = dir.join(format!(".{}", request.owner));
+        let owner = request.owner.to_string();
+        let path = dir.join(&owner);
+        let unlisted = dir.join(format!(".{owner}"));
         for _ in 0..MAX_REPLACED {
             let Some((file, _)) = layout::create_writable(&unlisted)? else {
                 continue;
@@ -493,10 +493,8 @@ impl BlockingClaim {
                 continue;
             };
             token_record::write_note(&file, &unlisted, record)?;
-            match fs::rename(&unlisted, &path) {
-                Ok(()) => return Ok(ReaderNote { path, _lock: lock }),
-                Err(error) if error.kind() == io::ErrorKind::NotFound => {}
-                Err(error) => return Err(FileError::io("rename", &unlisted)(error)),
+            if layout::rename(&unlisted, &owner)? {
+                return Ok(ReaderNote { path, _lock: lock });
             }
         }
         Err(FileError::Replaced { path })
@@ -595,6 +593,8 @@ fn size(files: &Files, main: &OpenFile) -> Result<Option<u32>> {
 
 #[cfg(test)]
 mod tests {
+    use std::fs;
+
     use lockkit_core::{LockKind, LockName, spi::OwnerId};
     use tempfile::TempDir;
 

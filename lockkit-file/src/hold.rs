@@ -1,7 +1,7 @@
 //! The hold of a granted claim: its lock, and the note about it.
 
 use std::{
-    fs::{self, File, FileTimes},
+    fs::{File, FileTimes},
     path::PathBuf,
     sync::Arc,
     time::SystemTime,
@@ -80,7 +80,7 @@ pub(crate) struct ReaderNote {
 impl Drop for ReaderNote {
     fn drop(&mut self) {
         // An inspection removes a file that stays behind.
-        let _ = fs::remove_file(&self.path);
+        let _ = layout::remove(&self.path);
     }
 }
 

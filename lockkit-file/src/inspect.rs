@@ -1,8 +1,7 @@
 //! Finds the holders of a name. The operating system's locks say whether there are any, the files only say which.
 
 use std::{
-    fs::{self, File},
-    io,
+    fs::File,
     path::Path,
     sync::Arc,
     thread,
@@ -10,6 +9,10 @@ use std::{
 };
 
 use lockkit_core::{LockKind, LockName};
+use rustix::{
+    fs::{AtFlags, unlinkat},
+    io::Errno,
+};
 
 use crate::{
     backend::MAX_PERMITS,
@@ -51,7 +54,7 @@ pub(crate) fn holders(files: &Files, name: &LockName, kind: LockKind) -> Result<
 pub(crate) fn ask_back(files: &Files, name: &LockName, kind: LockKind, token: u64) -> Result<bool> {
     let holders = holders(files, name, kind)?;
     let Some(holder) = holders.iter().find(|holder| holder.tokens().contains(&token)) else {
-        let _ = fs::remove_file(files.revocation(token));
+        let _ = layout::remove(&files.revocation(token));
         return Ok(false);
     };
     files.open_or_create(&files.revocation(holder.grantee.token))?;
@@ -141,12 +144,16 @@ fn is_held(files: &Files, file: &Arc<File>) -> Result<bool> {
         return Ok(Flock::exclusive(file, &files.main())?.is_none());
     }
     let dir = files.permits();
-    let entries = match fs::read_dir(&dir) {
-        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(false),
-        other => other.map_err(FileError::io("read the directory", &dir))?,
+    let Some(entries) = layout::entries(&dir)? else {
+        return Ok(false);
     };
     for entry in entries {
-        let path = entry.map_err(FileError::io("read the directory", &dir))?.path();
+        let entry = entry.map_err(|errno| FileError::io("read the directory", &dir)(errno.into()))?;
+        let name = entry.file_name().to_str().unwrap_or_default();
+        if name.parse::<u32>().is_err() {
+            continue;
+        }
+        let path = dir.join(name);
         if let Some(permit) = layout::open(&path)?.map(Arc::new)
             && Flock::exclusive(&permit, &path)?.is_none()
         {
@@ -182,28 +189,32 @@ fn lock_holders(files: &Files, file: &Arc<File>, path: &Path) -> Result<Vec<Toke
     Ok(last.into_iter().collect())
 }
 
-/// Returns the live shared holders. With `sweep`, removes the notes of killed ones.
+/// Returns the live shared holders. With `sweep`, removes the notes of killed ones, from the directory that it reads: its path may lead
+/// elsewhere by then.
 fn readers(files: &Files, sweep: bool) -> Result<Vec<TokenRecord>> {
     let dir = files.readers();
-    let entries = match fs::read_dir(&dir) {
-        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
-        other => other.map_err(FileError::io("read the directory", &dir))?,
+    let Some(mut entries) = layout::entries(&dir)? else {
+        return Ok(Vec::new());
     };
+    let failed = |errno: Errno| FileError::io("read the directory", &dir)(errno.into());
     let mut holders = Vec::new();
-    for entry in entries {
-        let entry = entry.map_err(FileError::io("read the directory", &dir))?;
-        let path = entry.path();
+    while let Some(entry) = entries.read() {
+        let entry = entry.map_err(failed)?;
+        let name = entry.file_name().to_str().unwrap_or_default();
         // A note in the making is no holder's yet. If nobody holds the lock, its maker was killed or starts again.
-        if !sweep && entry.file_name().as_encoded_bytes().starts_with(b".") {
+        let in_making = name.strip_prefix('.').filter(|_| sweep);
+        if !layout::is_owner(in_making.unwrap_or(name)) {
             continue;
         }
-        let Some(file) = layout::open(&path)?.map(Arc::new) else {
+        let path = dir.join(name);
+        let Some((file, inode)) = layout::open_entry(&entries, name, &path)? else {
             continue;
         };
+        let file = Arc::new(file);
         if let Some(_stale) = Flock::exclusive(&file, &path)? {
-            if sweep && layout::is_at(&path, layout::inode(&file, &path)?)? {
+            if sweep && layout::is_at(&path, inode)? {
                 // Another inspection or an administrator may have removed it first.
-                let _ = fs::remove_file(&path);
+                let _ = unlinkat(entries.fd().map_err(failed)?, name, AtFlags::empty());
             }
         } else if let Some(note) = token_record::read_note(&file, &path)? {
             holders.push(note);
@@ -240,7 +251,7 @@ fn permit_holders(files: &Files, file: &File) -> Result<Vec<TokenRecord>> {
 
 #[cfg(test)]
 mod tests {
-    use std::{num::NonZeroU32, os::unix::fs::FileExt};
+    use std::{fs, num::NonZeroU32, os::unix::fs::FileExt};
 
     use lockkit_core::spi::{ClaimRequest, Mode, OwnerId};
     use tempfile::TempDir;

@@ -3,11 +3,11 @@
 use std::{
     ffi::OsStr,
     fmt,
-    fs::{DirBuilder, File, Metadata, OpenOptions},
+    fs::{File, Metadata},
     io,
-    os::unix::{
-        ffi::OsStrExt,
-        fs::{DirBuilderExt, MetadataExt, OpenOptionsExt},
+    os::{
+        fd::{AsFd, BorrowedFd, OwnedFd},
+        unix::{ffi::OsStrExt, fs::MetadataExt},
     },
     path::{Component, Path, PathBuf},
     sync::Arc,
@@ -15,7 +15,10 @@ use std::{
 
 use lockkit_core::{LockKind, LockName};
 use rustix::{
-    fs::{Access, AtFlags, CWD, Gid, OFlags, Uid, chownat, fchown},
+    fs::{
+        Access, AtFlags, CWD, Dir, Gid, Mode, OFlags, Uid, fchown, fstat, mkdirat, openat, renameat, unlinkat,
+    },
+    io::{Errno, retry_on_intr},
     process::geteuid,
 };
 use sha2::{Digest, Sha256};
@@ -32,6 +35,12 @@ const MAX_ENCODED: usize = 200;
 
 /// The beginning of a hashed name.
 const HASHED: &str = "%h";
+
+/// How a directory is opened that is only gone through. On Linux, it need not be readable.
+#[cfg(target_os = "linux")]
+const THROUGH: OFlags = OFlags::PATH;
+#[cfg(not(target_os = "linux"))]
+const THROUGH: OFlags = OFlags::RDONLY;
 
 /// The directory that holds the files of one namespace.
 #[derive(Debug)]
@@ -125,8 +134,8 @@ impl Layout {
     /// Makes a new file's directory entry survive a crash of the host.
     pub(crate) fn sync(&self) -> Result<()> {
         let dir = self.dir();
-        File::open(&dir)
-            .and_then(|open| open.sync_all())
+        File::from(open_dir(&dir, OFlags::RDONLY)?)
+            .sync_all()
             .map_err(FileError::io("sync the directory", &dir))
     }
 
@@ -365,26 +374,53 @@ impl fmt::Debug for Inode {
 
 /// Opens an existing file for reading.
 pub(crate) fn open(path: &Path) -> Result<Option<File>> {
-    let opened = none_if_missing(open_regular(OpenOptions::new().read(true), 0, path))?;
+    let opened = none_if_missing(open_regular(path, OFlags::RDONLY))?;
     Ok(opened.map(|(file, _)| file))
+}
+
+/// Opens an existing file for reading by its name in a directory that is being read.
+pub(crate) fn open_entry(entries: &Dir, name: &str, path: &Path) -> Result<Option<(File, Inode)>> {
+    let dir = entries
+        .fd()
+        .map_err(|errno| FileError::io("open", path)(errno.into()))?;
+    none_if_missing(open_at(dir, OsStr::new(name), path, OFlags::RDONLY))
 }
 
 /// Opens an existing file for writing. Closing it wakes its watchers.
 pub(crate) fn open_writable(path: &Path) -> Result<Option<(File, Inode)>> {
-    none_if_missing(open_regular(OpenOptions::new().read(true).write(true), 0, path))
+    none_if_missing(open_regular(path, OFlags::RDWR))
 }
 
 /// Opens a file for writing, and creates it if missing; `None` if its directory is missing.
 pub(crate) fn create_writable(path: &Path) -> Result<Option<(File, Inode)>> {
-    let mut options = OpenOptions::new();
-    let options = options.read(true).write(true).create(true).mode(0o600);
-    none_if_missing(open_regular(options, OFlags::CREATE.bits().cast_signed(), path))
+    none_if_missing(open_regular(path, OFlags::RDWR | OFlags::CREATE))
 }
 
-/// Returns the inode of an open file.
-pub(crate) fn inode(file: &File, path: &Path) -> Result<Inode> {
-    let metadata = file.metadata().map_err(FileError::io("look at", path))?;
-    Ok(Inode::of(&metadata))
+/// Removes a file.
+pub(crate) fn remove(path: &Path) -> Result<()> {
+    let (dir, name) = parent(path)?;
+    unlinkat(&dir, name, AtFlags::empty()).map_err(|errno| FileError::io("remove", path)(errno.into()))
+}
+
+/// Renames a file within its directory. Returns `false` if it is missing.
+pub(crate) fn rename(path: &Path, new: &str) -> Result<bool> {
+    let renamed = parent(path).and_then(|(dir, old)| {
+        renameat(&dir, old, &dir, new).map_err(|errno| FileError::io("rename", path)(errno.into()))
+    });
+    Ok(none_if_missing(renamed)?.is_some())
+}
+
+/// Opens a directory for its entries, among which are `.` and `..`; `None` if it is missing.
+pub(crate) fn entries(dir: &Path) -> Result<Option<Dir>> {
+    let read = open_dir(dir, OFlags::RDONLY).and_then(|opened| {
+        Dir::new(opened).map_err(|errno| FileError::io("read the directory", dir)(errno.into()))
+    });
+    none_if_missing(read)
+}
+
+/// Returns whether a part of a file's name is an owner. No file without one is removed as a dead process's.
+pub(crate) fn is_owner(name: &str) -> bool {
+    name.len() == 32 && name.bytes().all(|c| matches!(c, b'0'..=b'9' | b'a'..=b'f'))
 }
 
 /// Returns whether `path` still leads to `inode`.
@@ -402,9 +438,7 @@ pub(crate) fn inode_at(path: &Path) -> Result<Option<Inode>> {
 }
 
 fn create(path: &Path) -> Result<(File, Inode)> {
-    // std cannot create a file and open it read-only.
-    let create = OFlags::CREATE.bits().cast_signed();
-    open_regular(OpenOptions::new().read(true).mode(0o600), create, path)
+    open_regular(path, OFlags::RDONLY | OFlags::CREATE)
 }
 
 fn none_if_missing<T>(opened: Result<T>) -> Result<Option<T>> {
@@ -414,24 +448,51 @@ fn none_if_missing<T>(opened: Result<T>) -> Result<Option<T>> {
     }
 }
 
-fn open_regular(options: &mut OpenOptions, flags: i32, path: &Path) -> Result<(File, Inode)> {
+/// Opens the directory of a file, and returns it with the file's name in it. Then nobody can put a symbolic link between the two.
+fn parent(path: &Path) -> Result<(OwnedFd, &OsStr)> {
+    match (path.parent(), path.file_name()) {
+        (Some(dir), Some(name)) => Ok((open_dir(dir, THROUGH)?, name)),
+        _ => Err(FileError::io("open", path)(io::ErrorKind::InvalidInput.into())),
+    }
+}
+
+/// Opens a directory, but none that a symbolic link in its place leads to.
+fn open_dir(dir: &Path, how: OFlags) -> Result<OwnedFd> {
+    let flags = how | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    retry_on_intr(|| openat(CWD, dir, flags, Mode::empty())).map_err(|errno| {
+        if dir.is_symlink() {
+            return wrong_type(dir, "a symbolic link", "a directory");
+        }
+        FileError::io("open the directory", dir)(errno.into())
+    })
+}
+
+fn open_regular(path: &Path, flags: OFlags) -> Result<(File, Inode)> {
+    let (dir, name) = parent(path)?;
+    open_at(dir.as_fd(), name, path, flags)
+}
+
+/// Opens the file of this name in a directory. The path is for errors.
+fn open_at(dir: BorrowedFd<'_>, name: &OsStr, path: &Path, flags: OFlags) -> Result<(File, Inode)> {
     // NONBLOCK: opening a FIFO of that name must not hang.
-    let safe = (OFlags::NOFOLLOW | OFlags::NONBLOCK).bits().cast_signed();
-    let file = options.custom_flags(flags | safe).open(path).map_err(|error| {
+    let safe = OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
+    let mode = Mode::RUSR | Mode::WUSR;
+    let opened = retry_on_intr(|| openat(dir, name, flags | safe, mode));
+    let file = opened.map(File::from).map_err(|errno| {
         if path.is_symlink() {
             return wrong_type(path, "a symbolic link", "a file");
         }
-        FileError::io("open", path)(error)
+        FileError::io("open", path)(errno.into())
     })?;
     let metadata = file.metadata().map_err(FileError::io("look at", path))?;
     if !metadata.is_file() {
         return Err(wrong_type(path, "something else", "a regular file"));
     }
     // One that this may just have created, and nobody else's.
-    let is_new = metadata.len() == 0 && metadata.nlink() == 1;
-    if flags & OFlags::CREATE.bits().cast_signed() != 0
+    let is_new = metadata.len() == 0 && metadata.nlink() == 1 && metadata.uid() == 0;
+    if flags.contains(OFlags::CREATE)
         && is_new
-        && let Some((user, group)) = heir(path, &metadata)
+        && let Some((user, group)) = heir(dir)
     {
         fchown(&file, Some(user), Some(group))
             .map_err(|error| FileError::io("give its directory's owner", path)(error.into()))?;
@@ -441,12 +502,12 @@ fn open_regular(options: &mut OpenOptions, flags: i32, path: &Path) -> Result<(F
 
 /// Returns the owner that something of root's in a directory of somebody else should have. Root's would bar that user from the lock: whoever
 /// runs a command once by `sudo` often has the home of a user.
-fn heir(path: &Path, metadata: &Metadata) -> Option<(Uid, Gid)> {
-    if metadata.uid() != 0 || !geteuid().is_root() {
+fn heir(dir: impl AsFd) -> Option<(Uid, Gid)> {
+    if !geteuid().is_root() {
         return None;
     }
-    let directory = path.parent()?.metadata().ok()?;
-    let owner = (Uid::from_raw(directory.uid()), Gid::from_raw(directory.gid()));
+    let dir = fstat(dir).ok()?;
+    let owner = (Uid::from_raw(dir.st_uid), Gid::from_raw(dir.st_gid));
     (!owner.0.is_root()).then_some(owner)
 }
 
@@ -502,22 +563,39 @@ fn canonical(dir: &Path) -> Result<PathBuf> {
 fn create_dirs(dir: &Path) -> Result<()> {
     let is_missing = |at: &&Path| !at.as_os_str().is_empty() && at.symlink_metadata().is_err();
     let mut missing: Vec<_> = dir.ancestors().take_while(is_missing).collect();
+    // `..` is there with what is before it.
+    missing.retain(|at| at.file_name().is_some());
     while let Some(next) = missing.pop() {
-        match DirBuilder::new().mode(0o700).create(next) {
-            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => continue,
-            created => created.map_err(FileError::io("create the directory", dir))?,
+        let (parent, name) = parent(next)?;
+        match mkdirat(&parent, name, Mode::RWXU) {
+            Err(Errno::EXIST) => continue,
+            created => created.map_err(|errno| FileError::io("create the directory", dir)(errno.into()))?,
         }
-        let metadata = next.symlink_metadata().map_err(FileError::io("look at", next))?;
-        if let Some((user, group)) = heir(next, &metadata) {
-            chownat(CWD, next, Some(user), Some(group), AtFlags::SYMLINK_NOFOLLOW)
-                .map_err(|error| FileError::io("give its directory's owner", next)(error.into()))?;
+        if let Some((user, group)) = heir(&parent) {
+            give_new_dir(&parent, name, user, group)
+                .map_err(|errno| FileError::io("give its directory's owner", next)(errno.into()))?;
         }
     }
     Ok(())
 }
 
+/// Gives a user what root has just created, but nothing that somebody has put in its place.
+fn give_new_dir(parent: &OwnedFd, name: &OsStr, user: Uid, group: Gid) -> Result<(), Errno> {
+    let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    let made = openat(parent, name, flags, Mode::empty())?;
+    for entry in Dir::read_from(&made)? {
+        if !matches!(entry?.file_name().to_bytes(), b"." | b"..") {
+            return Ok(());
+        }
+    }
+    if fstat(&made)?.st_uid == 0 {
+        fchown(&made, Some(user), Some(group))?;
+    }
+    Ok(())
+}
+
 /// Returns the error for a path that leads to something else.
-pub(crate) fn wrong_type(path: &Path, found: &'static str, wanted: &'static str) -> FileError {
+fn wrong_type(path: &Path, found: &'static str, wanted: &'static str) -> FileError {
     FileError::WrongType {
         path: path.to_owned(),
         found,

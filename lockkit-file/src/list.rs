@@ -1,21 +1,17 @@
 //! Listings: the directory's entries, a page at a time. Each lock that has a file is probed, as an inspection does. One that cannot be told
 //! hides no other: the first such failure comes after the last page.
 
-use std::{
-    fs::{self, ReadDir},
-    io,
-    sync::Arc,
-    time::Duration,
-};
+use std::{ffi::OsStr, os::unix::ffi::OsStrExt, sync::Arc, time::Duration};
 
 use async_trait::async_trait;
 use lockkit_core::{ListedLock, LockName, LockState, Result, spi::Lister};
+use rustix::fs::Dir;
 
 use crate::{
     backend::{blocking, shown},
     error::FileError,
     inspect::{self, WRITTEN_WITHIN},
-    layout::{Files, Layout},
+    layout::{self, Files, Layout},
 };
 
 /// The number of directory entries that one page looks at.
@@ -31,7 +27,7 @@ pub(crate) struct FileLister {
 
 enum Progress {
     NotBegun,
-    At(ReadDir),
+    At(Dir),
     /// Over, or with the worker thread.
     Gone,
 }
@@ -40,7 +36,7 @@ enum Progress {
 struct Page {
     locks: Vec<ListedLock>,
     failed: Option<FileError>,
-    rest: ReadDir,
+    rest: Dir,
 }
 
 impl FileLister {
@@ -79,26 +75,26 @@ fn look(
     has_failed: bool,
 ) -> Result<Option<Page>, FileError> {
     let dir = layout.dir();
-    let unreadable = |error| FileError::io("read the directory", &dir)(error);
     let mut rest = match progress {
         Progress::At(entries) => entries,
-        Progress::NotBegun => match fs::read_dir(&dir) {
+        Progress::NotBegun => match layout::entries(&dir)? {
             // Somebody removed it, with all that was held.
-            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
-            opened => opened.map_err(unreadable)?,
+            None => return Ok(None),
+            Some(entries) => entries,
         },
         Progress::Gone => return Ok(None),
     };
     let (mut locks, mut failed) = (Vec::new(), None);
     for seen in 0..PAGE {
-        let Some(entry) = rest.next() else {
+        let Some(entry) = rest.read() else {
             if seen == 0 {
                 return Ok(None);
             }
             break;
         };
-        let file_name = entry.map_err(unreadable)?.file_name();
-        let Some(files) = layout.files_of(&file_name, prefix) else {
+        let entry = entry.map_err(|errno| FileError::io("read the directory", &dir)(errno.into()))?;
+        let file_name = OsStr::from_bytes(entry.file_name().to_bytes());
+        let Some(files) = layout.files_of(file_name, prefix) else {
             continue;
         };
         // A list that ends with an error anyway waits for no other record: there may be many damaged ones.
@@ -130,7 +126,7 @@ fn lock(files: &Files, prefix: &str, written_within: Duration) -> Result<Option<
 
 #[cfg(test)]
 mod tests {
-    use std::{os::unix::fs::FileExt, time::Instant};
+    use std::{fs, os::unix::fs::FileExt, time::Instant};
 
     use lockkit_core::{
         LockKind,
@@ -142,7 +138,6 @@ mod tests {
     use crate::{
         blocking_claim::{BlockingClaim, ClaimSpec},
         boot::BootId,
-        layout,
     };
 
     /// A holder whose record another boot cannot read.

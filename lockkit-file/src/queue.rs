@@ -5,7 +5,7 @@
 //! live any more, and the next process that looks removes it. So nobody waits for a waiter that cannot come.
 
 use std::{
-    fs::{self, File},
+    fs::File,
     io,
     os::unix::fs::{FileExt, MetadataExt},
     path::{Path, PathBuf},
@@ -14,10 +14,6 @@ use std::{
 };
 
 use lockkit_core::spi::OwnerId;
-use rustix::{
-    fs::{CWD, Dir, Mode, OFlags, openat},
-    io::Errno,
-};
 use tokio::time::Instant;
 
 use crate::{
@@ -79,21 +75,16 @@ impl Queue {
 
     fn tickets(&self) -> Result<Vec<TicketName>> {
         let mut tickets = Vec::new();
-        let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-        let entries = match openat(CWD, &self.dir, flags, Mode::empty()) {
-            Ok(dir) => Dir::new(dir),
-            Err(Errno::NOENT) => return Ok(tickets),
-            Err(Errno::LOOP | Errno::NOTDIR) => {
-                return Err(layout::wrong_type(&self.dir, "something else", "a directory"));
-            }
-            Err(errno) => Err(errno),
+        let Some(entries) = layout::entries(&self.dir)? else {
+            return Ok(tickets);
         };
-        let failed = |errno: Errno| FileError::io("read the directory", &self.dir)(errno.into());
-        for entry in entries.map_err(failed)? {
-            let entry = entry.map_err(failed)?;
+        for entry in entries {
+            let entry =
+                entry.map_err(|errno| FileError::io("read the directory", &self.dir)(errno.into()))?;
             let file_name = entry.file_name().to_str().unwrap_or_default();
             let number = file_name
                 .split_once('.')
+                .filter(|(_, owner)| layout::is_owner(owner))
                 .and_then(|(number, _)| number.parse().ok());
             if let Some(number) = number {
                 let file_name = file_name.to_owned();
@@ -219,7 +210,7 @@ impl Ticket {
 impl Drop for Ticket {
     fn drop(&mut self) {
         // Before it is unlocked. If this fails, the next process that finds it unlocked removes it.
-        let _ = fs::remove_file(&self.path);
+        let _ = layout::remove(&self.path);
     }
 }
 
@@ -265,7 +256,7 @@ pub(crate) fn is_live(ticket: &Path) -> Result<bool> {
         None
     };
     // Another process may have removed it first.
-    let _ = fs::remove_file(ticket);
+    let _ = layout::remove(ticket);
     drop(probe);
     Ok(false)
 }

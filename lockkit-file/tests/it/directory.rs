@@ -9,7 +9,7 @@ use std::{
 };
 
 use lockkit_core::{
-    Error, LockClient, LockKind,
+    Error, FencingToken, LockClient, LockKind,
     spi::{Backend, Mode, chain},
 };
 use lockkit_file::{FileBackend, FileConfig};
@@ -83,6 +83,111 @@ async fn symbolic_links_and_foreign_files_are_refused() {
         fs::read_to_string(real.join("lockkit/foreign.lock")).unwrap(),
         "not ours"
     );
+}
+
+/// Returns a directory elsewhere that has these files, and puts a link to it in the place of `path`.
+fn link_in_place_of(path: &Path, files: &[&str]) -> TempDir {
+    let elsewhere = TempDir::new().unwrap();
+    for file in files {
+        fs::write(elsewhere.path().join(file), "precious").unwrap();
+    }
+    fs::remove_dir_all(path).unwrap();
+    symlink(elsewhere.path(), path).unwrap();
+    elsewhere
+}
+
+/// Returns what refuses each way to look.
+async fn refusals_to_look(dir: &Path, kind: LockKind) -> [Error; 3] {
+    let backend = open(dir).await;
+    let inspected = backend.inspect(&name("n"), kind).await.unwrap_err();
+    let revoked = backend.revoke(&name("n"), kind, FencingToken::new(1)).await;
+    let listed = LockClient::new(backend).list("").unwrap().next().await;
+    [inspected, revoked.unwrap_err(), listed.unwrap().unwrap_err()]
+}
+
+/// What is in it would be removed, with the rights of the one who looks.
+#[tokio::test]
+async fn a_link_in_the_place_of_the_notes_is_refused() {
+    let dir = TempDir::new().unwrap();
+    let (backend, mut holder) = held(dir.path(), Mode::Shared).await;
+    holder.release().await.unwrap();
+    // The other is named as a note is.
+    let precious = ["precious", &"0".repeat(32)];
+    let elsewhere = link_in_place_of(&dir.path().join("lockkit/n.readers"), &precious);
+    for error in refusals_to_look(dir.path(), LockKind::Lock).await {
+        assert!(
+            chain(&error).contains("n.readers is a symbolic link"),
+            "{}",
+            chain(&error)
+        );
+    }
+    let tried = claim(&backend, "n", Mode::Shared).await.attempt(TRY).await;
+    tried.unwrap_err();
+    assert_eq!(files(elsewhere.path()).len(), precious.len());
+}
+
+#[tokio::test]
+async fn no_file_but_a_dead_holders_note_is_removed() {
+    let dir = TempDir::new().unwrap();
+    let (backend, mut holder) = held(dir.path(), Mode::Shared).await;
+    holder.release().await.unwrap();
+    let notes = dir.path().join("lockkit/n.readers");
+    let hex = "0".repeat(32);
+    for file in ["precious", &hex, &format!(".{hex}"), &format!("{hex}.old")] {
+        fs::write(notes.join(file), "").unwrap();
+    }
+    let state = backend.inspect(&name("n"), LockKind::Lock).await.unwrap();
+    assert!(state.is_free());
+    assert_eq!(
+        files(&notes),
+        [notes.join(format!("{hex}.old")), notes.join("precious")]
+    );
+}
+
+/// Permits would be made there, and what is named as one is would be emptied.
+#[tokio::test]
+async fn a_link_in_the_place_of_the_permits_is_refused() {
+    let dir = TempDir::new().unwrap();
+    let (backend, mut holder) = held(dir.path(), permits(2)).await;
+    holder.release().await.unwrap();
+    let elsewhere = link_in_place_of(&dir.path().join("lockkit/n.permits"), &["0"]);
+    let tried = claim(&backend, "n", permits(2)).await.attempt(TRY).await;
+    let looked = refusals_to_look(dir.path(), LockKind::Semaphore).await;
+    for error in looked.into_iter().chain([tried.unwrap_err()]) {
+        assert!(
+            chain(&error).contains("n.permits is a symbolic link"),
+            "{}",
+            chain(&error)
+        );
+    }
+    let precious = elsewhere.path().join("0");
+    assert_eq!(files(elsewhere.path()), [precious.clone()]);
+    assert_eq!(fs::read_to_string(precious).unwrap(), "precious");
+}
+
+/// It may be put there when the directory has been opened.
+#[tokio::test]
+async fn a_link_in_the_place_of_the_namespace_is_refused() {
+    let dir = TempDir::new().unwrap();
+    let (backend, mut holder) = held(dir.path(), Mode::Exclusive).await;
+    holder.release().await.unwrap();
+    let elsewhere = link_in_place_of(&dir.path().join("lockkit"), &[]);
+    let mut refused = Vec::new();
+    for mode in [Mode::Exclusive, Mode::Shared, permits(2)] {
+        let tried = claim(&backend, "n", mode).await.attempt(TRY).await;
+        refused.push(tried.unwrap_err());
+        refused.push(backend.inspect(&name("n"), mode.kind()).await.unwrap_err());
+    }
+    let listed = LockClient::new(backend).list("").unwrap().next().await;
+    refused.push(listed.unwrap().unwrap_err());
+    for error in refused {
+        assert!(
+            chain(&error).contains("lockkit is a symbolic link"),
+            "{}",
+            chain(&error)
+        );
+    }
+    assert_eq!(fs::read_dir(elsewhere.path()).unwrap().count(), 0);
 }
 
 #[tokio::test]
