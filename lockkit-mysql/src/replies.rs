@@ -136,3 +136,66 @@ impl<S: AsyncRead + Unpin> AsyncRead for Requests<'_, S> {
         Poll::Ready(Ok(()))
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use tokio::{io::duplex, time::timeout};
+
+    use super::*;
+
+    /// Each is its length, its number, and its bytes.
+    const PACKETS: &[u8] = &[1, 0, 0, 1, b'a', 0, 0, 0, 2, 2, 0, 0, 3, b'b', b'c'];
+    /// Where they begin and end.
+    const ENDS: [usize; 4] = [0, 5, 9, 15];
+
+    /// The library's socket, with a wake-up for each write.
+    #[derive(Default)]
+    struct Writes(Vec<Vec<u8>>);
+
+    impl AsyncWrite for Writes {
+        fn poll_write(self: Pin<&mut Self>, _: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
+            self.get_mut().0.push(bytes.to_vec());
+            Poll::Ready(Ok(bytes.len()))
+        }
+
+        fn poll_flush(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<io::Result<()>> {
+            Poll::Ready(Ok(()))
+        }
+
+        fn poll_shutdown(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<io::Result<()>> {
+            Poll::Ready(Ok(()))
+        }
+    }
+
+    #[tokio::test]
+    async fn what_comes_together_is_passed_on_together() {
+        let mut writes = Writes::default();
+        let ended = Replied::default().pass_on(PACKETS, &mut writes).await;
+        assert_eq!(ended.unwrap_err().kind(), io::ErrorKind::UnexpectedEof);
+        assert_eq!(writes.0, [PACKETS]);
+    }
+
+    #[tokio::test]
+    async fn a_packet_does_not_wait_for_the_rest_of_the_next() {
+        for come in 0..=PACKETS.len() {
+            let whole = ENDS.into_iter().rfind(|end| *end <= come).unwrap();
+            let (mut server, from_server) = duplex(64);
+            let (to_library, mut library) = duplex(64);
+            let replied = Replied::default();
+            let reads = async {
+                server.write_all(&PACKETS[..come]).await.unwrap();
+                let mut read = vec![0; whole];
+                library.read_exact(&mut read).await.unwrap();
+                assert_eq!(read, PACKETS[..whole]);
+            };
+            tokio::select! {
+                ended = replied.pass_on(from_server, to_library) => panic!("{come}: {ended:?}"),
+                read = timeout(Duration::from_secs(10), reads) => {
+                    read.unwrap_or_else(|_| panic!("{come}: {whole} bytes are due"));
+                }
+            }
+        }
+    }
+}
