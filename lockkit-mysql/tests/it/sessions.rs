@@ -329,19 +329,20 @@ async fn a_head_on_its_way_to_sleep_is_woken(flavour: Flavour) {
 /// has the queue lock.
 async fn a_head_that_is_granted_lets_the_queue_go_last(flavour: Flavour) {
     const QUEUE_GOES: &str = "RELEASE_LOCK('lockkit:";
-    const HELD_UP: &str = "SLEEP(1)+RELEASE_LOCK('lockkit:";
+    const HELD_UP: &str = "GET_LOCK('held-up', 60)+RELEASE_LOCK('lockkit:";
 
     let server = private(flavour, &[]);
     let mut admin = Admin::of(&server).await;
     let holder = client(server.addr(), Mode::Lease).await;
     let addr = relay(server.addr(), QUEUE_GOES, HELD_UP).await.unwrap();
     let next = client(addr, Mode::Lease).await;
+    assert_eq!(admin.value("SELECT GET_LOCK('held-up', 0)").await, "1");
     let guard = holder.lock("a").unwrap().acquire().await.unwrap();
     let waiter = Waiter::of(next.lock("a").unwrap());
     session_at(&mut admin, ASLEEP).await;
     guard.release().await.unwrap();
     let question = format!(
-        "SELECT INFO FROM information_schema.PROCESSLIST WHERE USER='{}' AND INFO LIKE '%SLEEP(1)+%'",
+        "SELECT INFO FROM information_schema.PROCESSLIST WHERE USER='{}' AND INFO LIKE '%held-up%'",
         MySql::USER
     );
     let mut found = Vec::new();
@@ -365,6 +366,7 @@ async fn a_head_that_is_granted_lets_the_queue_go_last(flavour: Flavour) {
         admin.value(&question).await == "1"
     })
     .await;
+    assert_eq!(admin.value("SELECT RELEASE_LOCK('held-up')").await, "1");
     waiter.granted().await.0.release().await.unwrap();
 }
 
