@@ -16,6 +16,7 @@ use sqlx::mysql::MySqlConnectOptions;
 use tokio::{
     runtime::Handle,
     sync::{Mutex, OwnedMutexGuard},
+    time::timeout,
 };
 
 use crate::{
@@ -47,6 +48,10 @@ pub(crate) const COMMON_SETTINGS: &str = "sql_mode='STRICT_TRANS_TABLES,NO_ENGIN
 
 /// A connection is dead if a reply takes longer. All its statements are short.
 const DEAD_AFTER: Duration = Duration::from_secs(5);
+
+/// The time after which work ends that has no reply. Whoever waits for it gives up before, unless nobody polls it: then all others would wait
+/// for its connection, which the next one finds dead.
+const ENDS_AFTER: Duration = Duration::from_secs(30);
 
 /// All work with the connection is done in tasks of the client's runtime: an inspection that nobody polls for a while would otherwise keep the
 /// connection from all others.
@@ -128,7 +133,7 @@ impl Control {
         }
     }
 
-    /// Works with the connection in a task. Fails if the client's runtime is gone.
+    /// Works with the connection in a task. Fails if the client's runtime is gone, or if it takes too long.
     async fn with<T, W>(
         &self,
         operation: &'static str,
@@ -139,7 +144,14 @@ impl Control {
         W: Future<Output = Result<T>> + Send,
     {
         let state = self.state.clone();
-        let work = async move { work(state.lock_owned().await).await };
+        let work = async move {
+            let working = work(state.lock_owned().await);
+            let done = timeout(ENDS_AFTER, working).await;
+            done.unwrap_or_else(|_| {
+                let what = format!("no reply within {ENDS_AFTER:?}");
+                Err(Error::transient(NAME, operation, what))
+            })
+        };
         resumable::on_runtime(NAME, operation, work, &self.runtime).await?
     }
 

@@ -3,12 +3,12 @@
 use std::{sync::Arc, time::Duration};
 
 use lockkit_core::{
-    Result,
+    Error, Result,
     spi::resumable::{self, Resumable},
 };
 use tokio::{
     sync::Mutex,
-    time::{Instant, sleep},
+    time::{Instant, sleep, timeout},
 };
 use tokio_postgres::Row;
 
@@ -24,6 +24,10 @@ use crate::{
 
 /// A connection is dead if a reply takes longer. All its statements are short.
 pub(crate) const DEAD_AFTER: Duration = Duration::from_secs(5);
+
+/// The time after which work ends that has no reply. Whoever waits for it gives up before, unless nobody polls it: then all others would wait
+/// for its connection, which the next one finds dead.
+const ENDS_AFTER: Duration = Duration::from_secs(30);
 
 /// The time after which a session that had not read its request is looked at again.
 const MOMENT: Duration = Duration::from_millis(2);
@@ -68,15 +72,18 @@ impl Control {
         let (state, options) = (self.state.clone(), self.options.clone());
         let work = async move {
             let mut state = state.lock().await;
-            if usable(&mut state).is_none() {
-                let (wire, _) = server::open(&options, 0).await.during(operation)?;
-                *state = Some(Resumable::new(wire));
-            }
-            let reply = match &mut *state {
-                Some(connection) => run(connection, queries).await,
-                None => Err(Failure::Ended),
+            let working = async {
+                if usable(&mut state).is_none() {
+                    let (wire, _) = server::open(&options, 0).await.during(operation)?;
+                    *state = Some(Resumable::new(wire));
+                }
+                let reply = match &mut *state {
+                    Some(connection) => run(connection, queries).await,
+                    None => Err(Failure::Ended),
+                };
+                reply.during(operation)
             };
-            reply.during(operation)
+            in_time(operation, working).await
         };
         resumable::on_runtime(NAME, operation, work, &self.options.runtime).await?
     }
@@ -138,14 +145,17 @@ impl Control {
         let (state, options) = (self.state.clone(), self.options.clone());
         let work = async move {
             let mut state = state.lock().await;
-            if let Some(connection) = usable(&mut state) {
-                match run(connection, queries.clone()).await {
-                    Err(failure) if failure.ends_the_session() => {}
-                    reply => return Ok(reply),
+            let working = async {
+                if let Some(connection) = usable(&mut state) {
+                    match run(connection, queries.clone()).await {
+                        Err(failure) if failure.ends_the_session() => {}
+                        reply => return Ok(reply),
+                    }
                 }
-            }
-            let (wire, _) = server::open(&options, 0).await.during(operation)?;
-            Ok(run(state.insert(Resumable::new(wire)), queries).await)
+                let (wire, _) = server::open(&options, 0).await.during(operation)?;
+                Ok(run(state.insert(Resumable::new(wire)), queries).await)
+            };
+            in_time(operation, working).await
         };
         resumable::on_runtime(NAME, operation, work, &self.options.runtime).await?
     }
@@ -212,9 +222,10 @@ impl Control {
         let state = self.state.clone();
         let work = async move {
             match usable(&mut *state.lock().await) {
-                Some(connection) => run(connection, vec![Query::prepared(sql::IS_THERE, Vec::new())])
-                    .await
-                    .is_ok(),
+                Some(connection) => {
+                    let asked = run(connection, vec![Query::prepared(sql::IS_THERE, Vec::new())]);
+                    matches!(timeout(ENDS_AFTER, asked).await, Ok(Ok(_)))
+                }
                 None => false,
             }
         };
@@ -238,6 +249,15 @@ impl Control {
             wire.quit().await;
         }
     }
+}
+
+/// Works with the connection, which this keeps from others, for so long at most.
+async fn in_time<T>(operation: &'static str, work: impl Future<Output = Result<T>>) -> Result<T> {
+    let done = timeout(ENDS_AFTER, work).await;
+    done.unwrap_or_else(|_| {
+        let what = format!("no reply within {ENDS_AFTER:?}");
+        Err(Error::transient(NAME, operation, what))
+    })
 }
 
 fn usable(state: &mut Option<Resumable<Wire>>) -> Option<&mut Resumable<Wire>> {

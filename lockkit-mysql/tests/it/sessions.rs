@@ -80,6 +80,7 @@ for_each_flavour! {
     a_size_that_has_changed_meanwhile_refuses_nobody
     a_reader_whose_showing_was_not_heard_of_goes_on
     a_recently_taken_name_is_waited_for_at_once
+    an_inspection_over_a_dead_connection_stops_no_other
 }
 
 async fn many_tasks_wait_in_one_connection(flavour: Flavour) {
@@ -1873,4 +1874,29 @@ async fn a_recently_taken_name_is_waited_for_at_once(flavour: Flavour) {
     // Besides those of the disconnect watch, and of a wait that lasts.
     let fewest = requests.iter().skip(1).min();
     assert!(requests[0] > 2 && fewest == Some(&2), "{requests:?}");
+}
+
+/// Nobody polls it any more, and its connection is silent for ever. With leases, all else needs the same one now and then.
+async fn an_inspection_over_a_dead_connection_stops_no_other(flavour: Flavour) {
+    let server = private(flavour, &[]);
+    let proxy = Proxy::start(server.addr()).unwrap();
+    let client = client(proxy.addr(), Mode::Lease).await;
+    cycle(&client, "a").await;
+    proxy.set(lockkit_testbed::Mode::HalfOpen);
+    proxy.set(lockkit_testbed::Mode::Pass);
+    let mut forgotten = pin!(client.inspect("a"));
+    tokio::select! {
+        seen = &mut forgotten => panic!("nobody replies: {seen:?}"),
+        () = eventually("it asks", async || proxy.counts().lost.bytes > 0) => {}
+    }
+    let others = async {
+        loop {
+            match client.inspect("a").await {
+                Ok(seen) => return seen,
+                Err(error) => assert!(error.is_transient(), "{error}"),
+            }
+        }
+    };
+    let seen = timeout(Duration::from_mins(1), others).await;
+    assert!(seen.expect("they take another connection").is_free());
 }

@@ -59,6 +59,7 @@ tests! {
     a_first_burst_makes_the_tables_over_one_connection
     who_stops_while_it_makes_the_tables_is_in_nobodys_way
     who_makes_the_tables_at_a_silent_server_gives_up
+    an_inspection_over_a_dead_connection_stops_no_other
     idle_sessions_that_are_closed_are_in_nobodys_way
     another_runtime_that_ends_takes_no_connection_along
     a_backend_that_outlives_its_runtime_says_so
@@ -1158,6 +1159,31 @@ async fn who_makes_the_tables_at_a_silent_server_gives_up() {
     assert!(granted.is_some());
     other.release().await.unwrap();
     drop(first);
+}
+
+/// Nobody polls it any more, and its connection is silent for ever.
+async fn an_inspection_over_a_dead_connection_stops_no_other() {
+    let server = private(&[]);
+    let proxy = Proxy::start(server.addr()).unwrap();
+    let client = client(proxy.addr()).await;
+    assert!(client.inspect("a").await.unwrap().is_free());
+    proxy.set(Mode::HalfOpen);
+    proxy.set(Mode::Pass);
+    let mut forgotten = pin!(client.inspect("a"));
+    tokio::select! {
+        seen = &mut forgotten => panic!("nobody replies: {seen:?}"),
+        () = eventually("it asks", async || proxy.counts().lost.bytes > 0) => {}
+    }
+    let others = async {
+        loop {
+            match client.inspect("a").await {
+                Ok(seen) => return seen,
+                Err(error) => assert!(error.is_transient(), "{error}"),
+            }
+        }
+    };
+    let seen = timeout(Duration::from_mins(1), others).await;
+    assert!(seen.expect("they take another connection").is_free());
 }
 
 /// A client has as many connections as it may have, and all of them are idle. They are about to expire.
