@@ -246,6 +246,26 @@ async fn no_password_by_a_strangers_key() {
     assert_eq!(leaks, ["the password, encrypted", "a request for a key"]);
 }
 
+/// There is none to give away, so it asks for the key of whoever wants an answer by that.
+#[tokio::test]
+async fn who_has_no_password_needs_nobody_to_vouch_for_a_key() {
+    let script = vec![
+        greeting("mysql_native_password"),
+        switch("sha256_password"),
+        key(1),
+    ];
+    let (addr, seen) = rogue(in_turns(script)).await;
+    let mut config = MySqlConfig::new(format!("mysql://me@{addr}/app"));
+    config.public_key = PublicKey::Never;
+    let error = timeout(Duration::from_secs(20), connect(config))
+        .await
+        .expect("an end of the login")
+        .expect_err("it is a rogue");
+    let text = chain(&error);
+    assert!(text.contains("Access denied"), "{text}");
+    assert!(leaks(&seen.lock().unwrap()).contains(&"a request for a key"));
+}
+
 #[tokio::test]
 async fn a_login_that_is_none_is_an_error() {
     for script in [
