@@ -187,8 +187,8 @@ impl Child {
         }
     }
 
-    /// Passes on a signal that came before there was a command to which the terminal could have sent it, or while it began. If it came later,
-    /// because this process had to wait for its turn, the command has a handler by now, and does not get it twice.
+    /// Passes on a signal that came while the command began: the terminal may have sent it to nobody else. If it came later, because this
+    /// process had to wait for its turn, the command has a handler by now, and does not get it twice.
     pub(crate) fn pass_on_early(&self, signal: Signal) {
         if handles(self.pid, signal) {
             self.pass_on(signal);

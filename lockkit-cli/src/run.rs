@@ -2,6 +2,7 @@
 
 use std::{
     collections::VecDeque,
+    mem,
     os::unix::process::ExitStatusExt,
     panic,
     pin::pin,
@@ -398,6 +399,7 @@ async fn run_under(
         command.env("LOCKKIT_URL", url);
     }
     let place = Place::choose(args.foreground);
+    let early = signals.so_far().await;
     // A client that is kept busy has no descriptor to give.
     let spawned = timeout(
         clients.op_timeout + GRACE,
@@ -414,6 +416,7 @@ async fn run_under(
         }
     };
     supervised.held_too_long = held_too_long;
+    supervised.early = early;
     let ending = supervised.until_end(&guard, signals).await?;
     if let Ending::Stopped(why) = &ending {
         say(why);
@@ -441,6 +444,8 @@ async fn run_under(
 struct Supervised {
     child: Child,
     name: LockName,
+    /// The signals that came before there was a command to which the terminal could have sent them.
+    early: Vec<Signal>,
     /// The end of a lease that goes unrenewed, once TERM was sent for it.
     told: Option<Instant>,
     /// The command was told to stop, and from the first time until the second this process follows if it does.
@@ -469,6 +474,7 @@ impl Supervised {
         Ok(Self {
             child,
             name: guard.name().clone(),
+            early: Vec::new(),
             told: None,
             follows: None,
             held_too_long: None,
@@ -490,8 +496,11 @@ impl Supervised {
     async fn watch(&mut self, guard: &LockGuard, signals: &mut Signals) -> Result<Ending, Failure> {
         let mut lost = guard.lost();
         let mut exited = false;
-        let early = signals.so_far().await;
-        for signal in early {
+        for signal in mem::take(&mut self.early) {
+            self.child.signal(signal);
+            self.follow(signal, signals).await;
+        }
+        for signal in signals.so_far().await {
             self.child.pass_on_early(signal);
             self.follow(signal, signals).await;
         }
@@ -992,6 +1001,39 @@ mod tests {
             let ending = supervised.until_end(&guard, &mut signals).await.unwrap();
             assert!(
                 matches!(ending, Ending::Exited(status) if status.signal() == Some(Signal::INT.as_raw())),
+                "it has not got it"
+            );
+        });
+    }
+
+    /// Which it has by the time at which lockkit has a processor again.
+    #[test]
+    fn a_signal_from_before_the_command_reaches_its_handler() {
+        use std::io::{self, BufRead, BufReader};
+
+        alone(async {
+            let mut signals = Signals::listen().unwrap();
+            if signals.has_ignored(Signal::INT) {
+                return;
+            }
+            let mut heard = unix::signal(SignalKind::interrupt()).unwrap();
+            let guard = MemoryBackend::new().guard("job").unwrap();
+            rustix::process::kill_process(rustix::process::getpid(), Signal::INT).unwrap();
+            heard.recv().await;
+            let early = signals.so_far().await;
+            let (reader, writer) = io::pipe().unwrap();
+            let mut command = std::process::Command::new("sh");
+            let script = "trap 'exit 7' INT; echo up; sleep 3 >/dev/null & wait";
+            command.args(["-c", script]).stdout(writer);
+            let place = Place::Foreground { at_terminal: true };
+            let mut supervised = Supervised::spawn(&guard, place, command).await.unwrap();
+            supervised.early = early;
+            let mut said = String::new();
+            BufReader::new(reader).read_line(&mut said).unwrap();
+            assert_eq!(said, "up\n");
+            let ending = supervised.until_end(&guard, &mut signals).await.unwrap();
+            assert!(
+                matches!(ending, Ending::Exited(status) if status.code() == Some(7)),
                 "it has not got it"
             );
         });
