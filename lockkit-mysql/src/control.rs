@@ -522,3 +522,21 @@ impl std::fmt::Debug for Options {
         write!(f, "Options({}:{})", self.route.host, self.route.port)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::MySqlConfig;
+
+    #[tokio::test]
+    async fn its_debug_form_has_the_address_and_no_password() {
+        let config = MySqlConfig::new("mysql://me:canary@db.example:7000/app");
+        let target = config.target().unwrap();
+        let options = Options {
+            connect: MySqlConfig::connect_options(&target),
+            route: config.route(&target).unwrap(),
+            runtime: Handle::current(),
+        };
+        assert_eq!(format!("{options:?}"), "Options(db.example:7000)");
+    }
+}
