@@ -53,6 +53,12 @@ end
 -- Returns whether the owner of this hold was asked to give it up. One that the same owner won later has other tokens.
 local function was_asked(text) return text and call('HGET', REVOKED, owner_of(text)) == string.match(text, '^lockkit:%S+ %d+ (%d+) ') end
 
+-- Returns whether the hold with this value has this token.
+local function has_token(text, token)
+  local tokens, first = string.match(text, '^lockkit:%S+ (%d+) (%d+) ')
+  return tokens and tonumber(first) <= token and token < first + tokens
+end
+
 -- Returns the value of a shared hold, and what is left of its lease.
 local function share_of(owner)
   local till = is_shared() and call('ZSCORE', HOLDERS, owner)

@@ -1,18 +1,14 @@
 -- Finds the hold with this token: its value, and what is left of its lease in ms.
 -- ARGV: 1 the token   2 the marker with which it has a vote
 local token = tonumber(ARGV[1])
-local function has(text)
-  local tokens, first = string.match(text, '^lockkit:%S+ (%d+) (%d+) ')
-  return tokens and tonumber(first) <= token and token < first + tokens
-end
 local found, ms
 drop_ended()
-if holder() and has(value) then
+if holder() and has_token(value, token) then
   found, ms = value, call('PTTL', LOCK)
 elseif is_shared() then
   for _, owner in ipairs(call('ZRANGE', HOLDERS, 0, -1)) do
     local text = call('HGET', ABOUT, owner)
-    if text and has(text) then
+    if text and has_token(text, token) then
       found, ms = text, call('ZSCORE', HOLDERS, owner) - now
       break
     end

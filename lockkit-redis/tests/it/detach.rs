@@ -524,3 +524,41 @@ async fn redlock_adopts_with_a_majority_and_no_less() {
     assert!(adopted.renew().await.is_ok() && adopted.is_held());
     adopted.release().await.unwrap();
 }
+
+/// Redis, MySQL and the memory compare it, too. Beyond the last token there would be none for the next holder.
+#[tokio::test]
+async fn redlock_compares_the_token_of_a_detached_hold() {
+    if no_server() {
+        return;
+    }
+    let world = World::of(3);
+    let (here, there) = (world.client().await, world.client().await);
+    let fences = || -> Vec<_> {
+        let fence = |master: &RedisServer| master.cli(&["GET", "lockkit:lockkit#fence:{lockkit:a}"]);
+        world
+            .masters
+            .iter()
+            .map(|master| fence(master).unwrap())
+            .collect()
+    };
+    for lock in [lock(&here, "a", LONG), lock(&here, "a", LONG).shared()] {
+        let guard = lock.acquire().await.unwrap();
+        let token = guard.token().get();
+        until(LONG, "at all masters", async || world.holding("a") == 3).await;
+        let mut detached = guard.detach().await.unwrap();
+        let before = fences();
+        for changed in [u64::MAX, token + 1_000_000, 1] {
+            let text = detached.encode();
+            let text = text.replace(&format!(":{token}:"), &format!(":{changed}:"));
+            let mut changed = DetachedHold::decode(&text).unwrap();
+            assert_ne!(changed.token(), detached.token());
+            let adopted = there.adopt(&mut changed).await;
+            assert!(is_gone(&adopted), "{changed:?}: {adopted:?}");
+        }
+        assert_eq!(fences(), before, "no counter has moved");
+        let adopted = there.adopt(&mut detached).await.unwrap();
+        assert_eq!(adopted.token().get(), token);
+        adopted.release().await.unwrap();
+    }
+    world.nothing_is_left("after adoptions with other tokens").await;
+}
