@@ -23,7 +23,7 @@ use tokio::{
 
 use super::{Connector, OnPush, Opened};
 use crate::{
-    config::shown,
+    config::{is_path, shown},
     connection::{ManagedConnection, reason},
     error::{NAME, failed},
 };
@@ -123,6 +123,12 @@ impl Connector {
             );
             Error::transient(NAME, "connect", reason)
         })?;
+        if is_path(&known.0) {
+            // Only the URL may name a Unix socket, at which there is no TLS.
+            let server = self.sentinel_name(n);
+            let reason = format!("the sentinel {server} names a path in place of the master's host");
+            return Err(Error::permanent(NAME, "connect", reason));
+        }
         // A user who may not see it gets no comparison.
         let epoch = described
             .ok()

@@ -112,6 +112,27 @@ async fn a_login_that_a_sentinels_master_repeats_is_not_shown() {
     check(&error.expect("it is refused"), &traces);
 }
 
+/// The login would go to whoever listens at that socket, and without TLS, also where the URL wants it.
+#[tokio::test]
+async fn a_sentinel_that_names_a_unix_socket_is_refused() {
+    let addr = rogue(|command, _| match command.split(' ').next() {
+        Some("HELLO") => "%1\r\n$5\r\nproto\r\n:3\r\n".to_owned(),
+        Some("SENTINEL") => "*2\r\n$15\r\n/run/redis.sock\r\n$4\r\n6379\r\n".to_owned(),
+        _ => "+OK\r\n".to_owned(),
+    })
+    .await;
+    let mut config = RedisConfig::new(format!("redis://app:{ENCODED}@{addr}"));
+    config.sentinel = Some("main".to_owned());
+    let error = within(LONG, "an end", connect(config)).await.err();
+    let error = error.expect("it is refused");
+    let text = chain(&error);
+    assert!(!error.is_transient(), "{text}");
+    assert!(
+        text.contains("names a path in place of the master's host"),
+        "{text}"
+    );
+}
+
 /// Passes on all but the calls of scripts that begin with a hash.
 async fn repeats_later(server: SocketAddr) -> SocketAddr {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
