@@ -38,6 +38,9 @@ const EXPIRY_MARGIN: Duration = Duration::from_millis(200);
 /// The time for which a reply that the server has sent may be with the [relay](crate::relay).
 const RELAYED_WITHIN: Duration = Duration::from_millis(100);
 
+/// The beginning of the name of each session's own server lock.
+const MARKER: &str = "lockkit-session:";
+
 /// A connection may be dead if a reply takes longer. It is abandoned for another.
 pub(crate) const REPLY_TIMEOUT: Duration = Duration::from_secs(1);
 
@@ -333,7 +336,7 @@ impl Sessions {
         let setup = format!(
             "SET SESSION TRANSACTION ISOLATION LEVEL READ COMMITTED, READ WRITE; \
              SET SESSION {COMMON_SETTINGS}, autocommit={autocommit}, wait_timeout={wait_timeout}, innodb_lock_wait_timeout=30, \
-             {limits}, @lockkit_marker=CONCAT('lockkit-session:', UUID()); \
+             {limits}, @lockkit_marker=CONCAT('{MARKER}', UUID()); \
              SELECT CONNECTION_ID(), CAST(@@wait_timeout AS UNSIGNED), {SERVER_IDENTITY}, @lockkit_marker, \
              GET_LOCK(@lockkit_marker, 0)"
         );
@@ -342,7 +345,12 @@ impl Sessions {
         let id = column(row, 0).during(operation)?;
         let confirmed: u64 = column(row, 1).during(operation)?;
         let identity: String = column(row, 2).during(operation)?;
-        let marker = column(row, 3).during(operation)?;
+        let marker: String = column(row, 3).during(operation)?;
+        if !is_marker(&marker) {
+            let what = "the session's marker, which UUID() makes, came back as something else; connect to the server directly, and with \
+                        tls=verify";
+            return Err(Error::permanent(NAME, operation, what));
+        }
         if confirmed != u64::from(wait_timeout) {
             return Err(Error::unsupported(
                 NAME,
@@ -589,6 +597,13 @@ fn kept_for_holders(max: u32) -> u32 {
     max.div_ceil(10).min(max - 1)
 }
 
+/// Returns true for what a server makes of the statement that sets a session up. The marker goes into the statement that kills the session.
+fn is_marker(text: &str) -> bool {
+    let is_part = |byte: u8| matches!(byte, b'0'..=b'9' | b'a'..=b'f' | b'-');
+    text.strip_prefix(MARKER)
+        .is_some_and(|id| id.len() == 36 && id.bytes().all(is_part))
+}
+
 #[cfg(test)]
 mod tests {
     use lockkit_testbed::{
@@ -598,6 +613,24 @@ mod tests {
     };
 
     use super::*;
+
+    #[test]
+    fn a_marker_has_nothing_that_ends_a_literal() {
+        let id = "0123abcd-89ef-4567-89ab-cdef01234567";
+        assert!(is_marker(&format!("{MARKER}{id}")));
+        for other in [
+            id.to_owned(),
+            MARKER.to_owned(),
+            format!("{MARKER}{}", &id[1..]),
+            format!("{MARKER}{id}0"),
+            format!("{MARKER}{}'", &id[1..]),
+            format!("{MARKER}{}\\", &id[1..]),
+            format!("{MARKER}{}", id.to_ascii_uppercase()),
+            format!("{MARKER}{}ä", &id[2..]),
+        ] {
+            assert!(!is_marker(&other), "{other}");
+        }
+    }
 
     /// With `max_connections=1`, the one idle session is about to be closed, and the server is slow to list its sessions.
     #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

@@ -21,11 +21,12 @@ use tokio::{
     time::timeout,
 };
 
-use crate::servers::{Admin, config, connect, cycle, for_each_flavour, private};
+use crate::servers::{Admin, config, connect, cycle, for_each_flavour, name, private, relay, shared};
 
 for_each_flavour! {
     a_login_by_password_is_relayed_as_it_is
     a_key_is_believed_where_the_option_says
+    a_marker_that_no_server_gives_is_refused
 }
 
 const PASSWORD: &str = "canary p%ss";
@@ -379,6 +380,21 @@ async fn a_key_is_believed_where_the_option_says(flavour: Flavour) {
         .expect("the server remembers the login before");
     admin.run("FLUSH PRIVILEGES").await;
     login(PublicKey::Always).await.unwrap();
+}
+
+/// It would be a part of the statement that kills the session, at whichever server is the primary by then.
+async fn a_marker_that_no_server_gives_is_refused(flavour: Flavour) {
+    let marker = "CONCAT('lockkit-session:', UUID())";
+    let addr = relay(shared(flavour).addr(), marker, "'lockkit-session:'' OR SLEEP(1'")
+        .await
+        .unwrap();
+    let cycle = async {
+        let client = connect(config(addr)).await?;
+        client.lock(&name("marker"))?.acquire().await
+    };
+    let error = cycle.await.unwrap_err();
+    let text = chain(&error);
+    assert!(!error.is_transient() && text.contains("marker"), "{text}");
 }
 
 /// What goes to an address of this machine's own stays on it, too, but that is not known.
