@@ -351,11 +351,14 @@ pub(crate) fn count_waits<'a>(statements: impl Iterator<Item = &'a Vec<u8>>) -> 
     )
 }
 
-/// Kills the session that holds with this token. Fails with `NO_SUCH_THREAD` if there is no such hold.
+/// Kills the session that holds with this token. Fails with `NO_SUCH_THREAD` if there is no such hold. Who may write the table can show a hold
+/// of any session: one that is seen to be in another database is no holder.
 pub(crate) fn kill_holder(key: &Key, token: u64) -> String {
     format!(
         "SET @lockkit_holder=NULL; SET TRANSACTION ISOLATION LEVEL READ UNCOMMITTED; \
-         SELECT connection INTO @lockkit_holder FROM lockkit_holder WHERE name={} AND token={token}; \
+         SELECT h.connection INTO @lockkit_holder FROM lockkit_holder h \
+         LEFT JOIN information_schema.PROCESSLIST p ON p.ID=h.connection \
+         WHERE h.name={} AND h.token={token} AND (p.ID IS NULL OR p.DB=DATABASE()); \
          KILL @lockkit_holder",
         key.as_sql()
     )

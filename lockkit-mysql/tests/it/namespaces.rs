@@ -7,10 +7,11 @@ use lockkit_testbed::{
     mysql::{Flavour, MySql},
 };
 
-use crate::servers::{Admin, Waiter, connect, for_each_flavour, listed, private};
+use crate::servers::{Admin, Waiter, connect, cycle, for_each_flavour, listed, name, private, row, shared};
 
 for_each_flavour! {
     what_accounts_may_do_to_each_other_is_documented
+    force_ends_no_session_of_another_database
 }
 
 const OURS: &str = "ours";
@@ -450,4 +451,31 @@ async fn two_accounts(flavour: Flavour, mode: Mode) {
         "{faults:?}"
     );
     admin.close().await;
+}
+
+/// Who may write the table shows a hold of a session that is none, for an operator with more rights to end it.
+async fn force_ends_no_session_of_another_database(flavour: Flavour) {
+    let server = shared(flavour);
+    let url = format!("mysql://root@{}/{}", server.addr(), MySql::DATABASE);
+    let operator = connect(MySqlConfig::new(url)).await.unwrap();
+    let name = name("force");
+    cycle(&operator, &name).await;
+    let mut forger = Admin::of(server).await;
+    for uses in ["DO 0", "USE mysql"] {
+        let mut other = Admin::stranger(server.addr(), "root", "").await.unwrap();
+        other.run(uses).await;
+        let id = other.value("SELECT CONNECTION_ID()").await;
+        let show = "INSERT INTO lockkit_holder (name, connection, token, seconds)";
+        forger
+            .run(&format!("{show} VALUES ({}, {id}, 7, 3600)", row(&name)))
+            .await;
+        let state = operator.inspect(&name).await.unwrap();
+        assert_eq!(state.holders.len(), 1, "{state:?}");
+        let token = FencingToken::new(7);
+        assert!(!operator.revoke_by_force(&name, token).await.unwrap(), "{uses}");
+        other.try_run("DO 0").await.expect("it goes on");
+        forger
+            .run(&format!("DELETE FROM lockkit_holder WHERE name={}", row(&name)))
+            .await;
+    }
 }
