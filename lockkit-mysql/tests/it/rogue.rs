@@ -326,6 +326,19 @@ async fn a_password_that_a_server_repeats_is_not_shown() {
     assert!(!error.is_transient(), "{text}");
 }
 
+/// The words of a server are told in 500 characters.
+#[tokio::test]
+async fn no_part_of_a_password_is_left_where_words_end() {
+    for before in 489..=496 {
+        let words = "n".repeat(before) + PASSWORD + ", or so";
+        let refusal = [&b"\xff\x15\x04#28000"[..], words.as_bytes()].concat();
+        let script = in_turns(vec![greeting("mysql_native_password"), refusal]);
+        let (error, _) = login_at(script, PublicKey::Local).await;
+        let text = format!("{} {error:?}", chain(&error));
+        assert!(text.contains("n***") && !text.contains("cana"), "{text}");
+    }
+}
+
 async fn a_login_by_password_is_relayed_as_it_is(flavour: Flavour) {
     let server = private(flavour, &[]);
     let client = connect(config(server.addr())).await.unwrap();

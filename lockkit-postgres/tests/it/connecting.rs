@@ -431,17 +431,16 @@ async fn many_may_make_the_schema_at_once() {
     futures_util::future::join_all(all).await;
 }
 
-/// A server that knows the password, and says it.
-#[tokio::test]
-async fn a_password_that_a_server_repeats_is_not_shown() {
+/// Returns the error of connecting, with the password `canary p%ss`, to a server that refuses the login with these words, and all that was
+/// shown of it.
+async fn refused_with(words: &str) -> (Error, String) {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let addr = listener.local_addr().unwrap();
+    let fields = format!("SFATAL\0VFATAL\0C28P01\0M{words}\0\0");
     tokio::spawn(async move {
         while let Ok((mut client, _)) = listener.accept().await {
             let mut heard = vec![0; 1024];
             let _ = client.read(&mut heard).await;
-            let password = "canary p%ss";
-            let fields = format!("SFATAL\0VFATAL\0C28P01\0M{password}: {password:?}\0Dcanary%20p%25ss\0\0");
             let size = u32::try_from(fields.len() + 4).unwrap().to_be_bytes();
             let _ = client
                 .write_all(&[&b"E"[..], &size, fields.as_bytes()].concat())
@@ -452,12 +451,30 @@ async fn a_password_that_a_server_repeats_is_not_shown() {
     let traces = Traces::default();
     let connecting = connect(config).with_subscriber(traces.clone());
     let error = connecting.await.unwrap_err();
-    let text = format!("{} {error:?} {error:#?}", chain(&error));
+    let text = format!("{} {error:?} {error:#?} {}", chain(&error), traces.text());
+    (error, text)
+}
+
+/// A server that knows the password, and says it.
+#[tokio::test]
+async fn a_password_that_a_server_repeats_is_not_shown() {
+    let password = "canary p%ss";
+    let words = format!("{password}: {password:?}\0Dcanary%20p%25ss");
+    let (error, text) = refused_with(&words).await;
     assert!(text.contains("***: \"***\""), "{text}");
-    for text in [text, traces.text()] {
-        assert!(!text.contains("canary"), "{text}");
-    }
+    assert!(!text.contains("canary"), "{text}");
     assert!(!error.is_transient());
+}
+
+/// The words of a server are told in 500 characters.
+#[tokio::test]
+async fn no_part_of_a_password_is_left_where_words_end() {
+    for before in 489..=496 {
+        let words = "n".repeat(before) + "canary p%ss, or so";
+        let (_, text) = refused_with(&words).await;
+        assert!(text.contains("n***"), "{text}");
+        assert!(!text.contains("cana"), "{text}");
+    }
 }
 
 async fn durability_is_what_the_server_has() {
