@@ -111,6 +111,7 @@ impl EtcdBackend {
             credentials: config.auth.clone(),
             secrets: Secrets::of_passwords(config.auth.iter().map(|auth| &auth.password)),
             unencrypted: Unencrypted::default(),
+            has_warned: Arc::default(),
             #[cfg(feature = "tls")]
             trust: crate::tls::Trust::new(&config)?,
         };

@@ -6,7 +6,10 @@
 use std::{
     future::Future,
     pin::Pin,
-    sync::{Arc, Mutex, OnceLock},
+    sync::{
+        Arc, Mutex, OnceLock,
+        atomic::{AtomicBool, Ordering},
+    },
     task::{Context, Poll},
     time::Duration,
 };
@@ -51,7 +54,9 @@ use crate::{
 const PING_EVERY: Duration = Duration::from_secs(10);
 const PING_TIMEOUT: Duration = Duration::from_secs(5);
 /// The first versions, by minor version, in which a leader that comes unstuck ends no lease that was renewed meanwhile.
-const SOUND_SINCE: [(u32, u32); 2] = [(4, 31), (5, 13)];
+const SOUND_SINCE: &[(u32, u32)] = &[(4, 31), (5, 13)];
+/// Those in which a user's roles bind a transaction within a transaction, too.
+const BORDER_SINCE: &[(u32, u32)] = &[(4, 42), (5, 28), (6, 9)];
 
 /// The proof of who a user is.
 type Token = MetadataValue<Ascii>;
@@ -155,7 +160,7 @@ impl Connection {
             ended,
             task: task.abort_handle(),
         }));
-        match connection.introduce().await {
+        match connection.introduce(options).await {
             Ok(()) => Ok(connection),
             // It may have closed it since it cannot read what is not encrypted.
             Err(Failure::Unknown(reason) | Failure::Unreachable(reason)) if scheme == "http" => {
@@ -247,18 +252,28 @@ impl Connection {
     }
 
     /// Asks who the member is. Warns of a version on which the promises have a gap.
-    async fn introduce(&self) -> Result<()> {
+    async fn introduce(&self, options: &Options) -> Result<()> {
         let status = self.call(&Nothing {}).await?;
         let cluster = status.header.map_or(0, |header| header.cluster_id);
         self.0.introduced.get_or_init(|| (cluster, status.is_learner));
-        let version = status.version;
-        if is_unsound(&version) {
-            let version = &*self.0.secrets.blank(&version);
+        let version = &*self.0.secrets.blank(&status.version);
+        if is_before(&status.version, SOUND_SINCE) {
             tracing::warn!(
                 host = self.0.host,
                 version,
                 "a leader of this version that was stuck may end leases that were renewed meanwhile, and a holder is told of that \
                  only afterwards; 3.4.31 and 3.5.13 are sound"
+            );
+        }
+        if self.has_user()
+            && is_before(&status.version, BORDER_SINCE)
+            && !options.has_warned.swap(true, Ordering::Relaxed)
+        {
+            tracing::warn!(
+                host = self.0.host,
+                version,
+                "roles are no border in this version: any user reaches all keys by a transaction within a transaction \
+                 (CVE-2026-33343); 3.4.42, 3.5.28 and 3.6.9 have mended that"
             );
         }
         Ok(())
@@ -446,12 +461,14 @@ pub(crate) struct Options {
     pub(crate) credentials: Option<Credentials>,
     pub(crate) secrets: Secrets,
     pub(crate) unencrypted: Unencrypted,
+    /// The client was told that roles are no border.
+    pub(crate) has_warned: Arc<AtomicBool>,
     #[cfg(feature = "tls")]
     pub(crate) trust: Option<crate::tls::Trust>,
 }
 
-/// A leader of this version may end leases that were renewed while it was stuck.
-fn is_unsound(version: &str) -> bool {
+/// Returns whether a version is before the first one that is mended, by its minor version. What is no version is not.
+fn is_before(version: &str, mended: &[(u32, u32)]) -> bool {
     let mut numbers = version.split(['.', '-', '+']).map(|number| number.parse().ok());
     let (Some(3), Some(minor), Some(patch)) = (
         numbers.next().flatten(),
@@ -460,8 +477,8 @@ fn is_unsound(version: &str) -> bool {
     ) else {
         return false;
     };
-    let since = SOUND_SINCE.iter().find(|(sound, _)| *sound == minor);
-    minor < SOUND_SINCE[0].0 || since.is_some_and(|(_, since)| patch < *since)
+    let since = mended.iter().find(|(mended, _)| *mended >= minor);
+    since.is_some_and(|since| (minor, patch) < *since)
 }
 
 /// Returns an error and its causes.
@@ -489,10 +506,7 @@ impl tower_service::Service<http::Request<Body>> for Http {
 
 #[cfg(test)]
 mod tests {
-    use std::{
-        convert::Infallible,
-        sync::atomic::{AtomicUsize, Ordering},
-    };
+    use std::{convert::Infallible, sync::atomic::AtomicUsize};
 
     use futures_util::{FutureExt as _, future::join_all};
     use hyper::{
@@ -500,6 +514,7 @@ mod tests {
         server,
         service::service_fn,
     };
+    use lockkit_conformance::Traces;
     use lockkit_testbed::{
         Mode, Proxy,
         etcd::{self, EtcdServer},
@@ -509,7 +524,7 @@ mod tests {
     use super::*;
     use crate::{
         rogue::{Answer, serve},
-        wire::{AuthenticateResponse, LeaseGrantRequest, RangeRequest},
+        wire::{AuthenticateResponse, LeaseGrantRequest, RangeRequest, StatusResponse},
     };
 
     /// An empty answer, again and again.
@@ -660,10 +675,40 @@ mod tests {
     #[test]
     fn versions_with_a_gap_are_known() {
         for version in ["3.3.27", "3.4.23", "3.4.30", "3.5.0", "3.5.12", "3.5.0-rc.1"] {
-            assert!(is_unsound(version), "{version}");
+            assert!(is_before(version, SOUND_SINCE), "{version}");
         }
         for version in ["3.4.31", "3.5.13", "3.5.30", "3.6.0", "4.0.0", "", "new"] {
-            assert!(!is_unsound(version), "{version}");
+            assert!(!is_before(version, SOUND_SINCE), "{version}");
+        }
+        for version in ["3.3.27", "3.4.41", "3.5.27", "3.6.0", "3.6.8"] {
+            assert!(is_before(version, BORDER_SINCE), "{version}");
+        }
+        for version in ["3.4.42", "3.5.28", "3.6.9", "3.7.0", ""] {
+            assert!(!is_before(version, BORDER_SINCE), "{version}");
+        }
+    }
+
+    #[tokio::test]
+    async fn a_user_is_warned_once_where_roles_are_no_border() {
+        for (has_user, expected) in [(true, 1), (false, 0)] {
+            let host = serve(|_| async {
+                Answer::of(&StatusResponse {
+                    version: "3.5.27".to_owned(),
+                    ..StatusResponse::default()
+                })
+            });
+            let host = host.await;
+            let options = Options {
+                credentials: has_user.then(|| Credentials::new("me", "secret")),
+                ..Options::default()
+            };
+            let traces = Traces::default();
+            let _recording = tracing::subscriber::set_default(traces.clone());
+            for _ in 0..2 {
+                Connection::open(&host, &options).await.unwrap();
+            }
+            let text = traces.text();
+            assert_eq!(text.matches("roles are no border").count(), expected, "{text}");
         }
     }
 }
