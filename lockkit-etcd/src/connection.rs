@@ -42,11 +42,11 @@ use crate::{
     NAME,
     bounded::{BoundedCodec, BoundedHeaders, CONNECTION_WINDOW, MAX_ANSWER, MAX_HEADERS, STREAM_WINDOW},
     config::Credentials,
-    error::{Failure, Result},
+    error::{Failure, NO_RIGHT, Result},
     lock,
     wire::{
-        AuthenticateRequest, Call, KEEP_ALIVE, LeaseRequest, LeaseResponse, Nothing, REVOKE, TIME_TO_LIVE,
-        WATCH, WatchRequest, WatchResponse,
+        AuthenticateRequest, Call, KEEP_ALIVE, LeaseRequest, LeaseResponse, Nothing, REVOKE, StatusResponse,
+        TIME_TO_LIVE, WATCH, WatchRequest, WatchResponse,
     },
 };
 
@@ -253,7 +253,19 @@ impl Connection {
 
     /// Asks who the member is. Warns of a version on which the promises have a gap.
     async fn introduce(&self, options: &Options) -> Result<()> {
-        let status = self.call(&Nothing {}).await?;
+        // As it reads where the password is a part of it.
+        let no_right = self.0.secrets.blank(NO_RIGHT);
+        let status = match self.call(&Nothing {}).await {
+            // Some versions tell `root` alone. Each user learns of which cluster it is by the answer that there is no such lease.
+            Err(Failure::Refused { reason, .. }) if reason.contains(&*no_right) => {
+                let lease: LeaseResponse = self.unary(TIME_TO_LIVE, &LeaseRequest { id: -1 }).await?;
+                StatusResponse {
+                    header: lease.header,
+                    ..StatusResponse::default()
+                }
+            }
+            status => status?,
+        };
         let cluster = status.header.map_or(0, |header| header.cluster_id);
         self.0.introduced.get_or_init(|| (cluster, status.is_learner));
         let version = &*self.0.secrets.blank(&status.version);
@@ -524,7 +536,7 @@ mod tests {
     use super::*;
     use crate::{
         rogue::{Answer, serve},
-        wire::{AuthenticateResponse, LeaseGrantRequest, RangeRequest, StatusResponse},
+        wire::{AuthenticateResponse, Header, LeaseGrantRequest, RangeRequest},
     };
 
     /// An empty answer, again and again.
@@ -710,5 +722,49 @@ mod tests {
             let text = traces.text();
             assert_eq!(text.matches("roles are no border").count(), expected, "{text}");
         }
+    }
+
+    /// As those from 3.6.0 to 3.6.11.
+    #[tokio::test]
+    async fn a_member_may_say_who_it_is_to_root_alone() {
+        let host = serve(|request| {
+            let asks_for = |method: &str| request.uri().path().ends_with(method);
+            let (is_login, is_status) = (asks_for("Authenticate"), asks_for("Status"));
+            let is_about_a_lease = asks_for("LeaseTimeToLive");
+            let is_in = request.headers().contains_key("token");
+            async move {
+                if is_login {
+                    let token = "1".to_owned();
+                    return Answer::of(&AuthenticateResponse { token });
+                }
+                if !is_in {
+                    return Answer::refusal("3", "etcdserver: user name is empty");
+                }
+                if is_status {
+                    return Answer::refusal("7", "etcdserver: permission denied");
+                }
+                if is_about_a_lease {
+                    let header = Header {
+                        cluster_id: 7,
+                        ..Header::default()
+                    };
+                    return Answer::of(&LeaseResponse {
+                        header: Some(header),
+                        id: -1,
+                        ttl: -1,
+                    });
+                }
+                Answer::of(&Nothing {})
+            }
+        });
+        let options = Options {
+            credentials: Some(Credentials::new("me", "secret")),
+            ..Options::default()
+        };
+        let connection = Connection::open(&host.await, &options).await.unwrap();
+        assert_eq!(connection.cluster(), 7);
+        assert!(!connection.is_learner());
+        connection.log_in().await.unwrap();
+        connection.call(&RangeRequest::default()).await.unwrap();
     }
 }

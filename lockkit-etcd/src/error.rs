@@ -62,6 +62,9 @@ pub(crate) enum Failure {
 /// What a member says by word or by its status that only catches up with the others.
 pub(crate) const LEARNER: &str = "the member is a learner, which serves nobody until it is promoted";
 
+/// What a member says to a user who has no right, in lockkit's words, and what to do.
+pub(crate) const NO_RIGHT: &str = "the user has no right to these keys; run `etcdctl role grant-permission ROLE readwrite NAMESPACE/ --prefix`";
+
 const CONNECTION_FAILED: &str = "the connection failed";
 
 impl From<Abandoned> for Failure {
@@ -84,10 +87,7 @@ impl From<Status> for Failure {
             }
             // The revision of the users has changed since the token was made.
             Code::InvalidArgument if says("revision of auth store is old") => return Self::StaleToken,
-            Code::PermissionDenied => (
-                "the user has no right to these keys; run `etcdctl role grant-permission ROLE readwrite NAMESPACE/ --prefix`",
-                true,
-            ),
+            Code::PermissionDenied => (NO_RIGHT, true),
             // It had none.
             Code::InvalidArgument if says("user name is empty") => return Self::StaleToken,
             Code::InvalidArgument if says("authentication failed") => {
