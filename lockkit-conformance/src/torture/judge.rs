@@ -15,6 +15,7 @@ mod asking;
 mod election;
 mod listing;
 mod passing;
+mod sizes;
 mod together;
 
 use super::{
@@ -151,6 +152,7 @@ pub(super) fn judge(story: &Story, highest: &mut Highest) -> Vec<Finding> {
         court.lengths(&mut findings);
         court.lists(&mut findings);
         court.waiting(&mut findings);
+        court.sizes(&mut findings);
         court.order(&mut findings);
         refusals.hear(&court);
     }
@@ -180,7 +182,7 @@ fn failures(story: &Story, findings: &mut Vec<Finding>) {
     let failed = story.records.iter().filter(unmolested).find(|record| {
         // A hold whose lease is not renewed ends with it.
         let failed = !record.error.is_empty() && !record.lenient && record.acquisition.lost.is_none();
-        failed && !had_too_little_time(record)
+        failed && record.fared != Fared::OtherSize && !had_too_little_time(record)
     });
     if let Some(record) = failed
         && story.stood_still < Duration::from_millis(100)
@@ -283,7 +285,13 @@ fn told_after(record: &Record, told: Told) -> Nanos {
 }
 
 fn conflict(one: &Record, other: &Record) -> bool {
-    is_exclusive(one) || is_exclusive(other)
+    is_exclusive(one) || is_exclusive(other) || differ_in_size(one, other)
+}
+
+/// Returns whether they give two sizes of one semaphore: then they exclude each other, and one may be refused for as long as the other is
+/// there at all.
+fn differ_in_size(one: &Record, other: &Record) -> bool {
+    permits(one) != permits(other)
 }
 
 /// One lock, or semaphore. Records are in the order of their grants.
@@ -303,7 +311,11 @@ impl Court<'_> {
             // Who is excused makes room for one, and excuses nobody else.
             let mut others = inside.iter().copied().filter(|old| !self.excused(old, new));
             let guilty = match new.acquisition.mode {
-                Mode::Permits(size) => others.nth(size.get() as usize - 1),
+                Mode::Permits(size) => {
+                    let others: Vec<_> = others.collect();
+                    let of_another = others.iter().find(|old| differ_in_size(old, new));
+                    of_another.or(others.get(size.get() as usize - 1)).copied()
+                }
                 // From the moment at which it asks for that, a holder may be one of several.
                 _ => others.find(|old| {
                     let shares = old.downgraded.is_some_and(|at| at <= from);
@@ -695,7 +707,8 @@ impl Court<'_> {
                 let (since, until) = self.possibly(other);
                 let shared = other.shared.filter(|_| !is_exclusive(waiter));
                 let shared = shared.map_or(Nanos::MAX, |at| at.saturating_add(nanos(LINGER)));
-                busy(since, until.min(shared), 1);
+                let weight = if differ_in_size(waiter, other) { size } else { 1 };
+                busy(since, until.min(shared), weight);
             }
             if wants > 1 && other.place.1 > 1 {
                 let (since, until) = self.collects(other);
@@ -704,7 +717,7 @@ impl Court<'_> {
             // A try goes before nobody who waits.
             let goes_before = match waiter.asked {
                 Asked::Tried | Asked::TriedTogether => conflict(waiter, other) || size > 1,
-                _ => !is_exclusive(waiter) && is_exclusive(other),
+                _ => differ_in_size(waiter, other) || !is_exclusive(waiter) && is_exclusive(other),
             };
             if goes_before || other.asked == Asked::Unpolled || other.asked == Asked::Cancelled {
                 for (since, until) in self.waits(other) {
@@ -878,7 +891,12 @@ impl Court<'_> {
             let lasted = Duration::from_nanos(struck.to.saturating_sub(struck.from));
             struck.fault.is_some_and(|fault| fault.order <= lasted)
         });
-        if !story.bounds.fifo || mixed || disordered || !story.breaks.is_empty() {
+        // Who gives another size is refused, and keeps no place.
+        let sizes = self
+            .records
+            .windows(2)
+            .any(|pair| differ_in_size(pair[0], pair[1]));
+        if !story.bounds.fifo || mixed || sizes || disordered || !story.breaks.is_empty() {
             return;
         }
         // Records are in the order of their grants, those without one before all others.

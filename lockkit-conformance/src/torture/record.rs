@@ -139,6 +139,8 @@ pub(super) enum Fared {
     Taken,
     Dropped,
     Failed,
+    /// It was told that the semaphore has another size.
+    OtherSize,
 }
 
 /// The end of a hold.
@@ -248,12 +250,13 @@ const ASKED: [Asked; 7] = [
     Asked::TriedTogether,
     Asked::Adopts,
 ];
-const FARED: [Fared; 5] = [
+const FARED: [Fared; 6] = [
     Fared::Pending,
     Fared::Granted,
     Fared::Taken,
     Fared::Dropped,
     Fared::Failed,
+    Fared::OtherSize,
 ];
 const OVER: [Over; 5] = [
     Over::Not,
@@ -281,7 +284,7 @@ pub(super) struct Record {
     pub(super) asked: Asked,
     pub(super) fared: Fared,
     pub(super) over: Over,
-    /// Several locks at once, or a wait so short that its end may come before the first answer.
+    /// Several locks at once, a wait so short that its end may come before the first answer, or a semaphore whose size changed just then.
     pub(super) lenient: bool,
     pub(super) loss: Loss,
     /// The last moment at which its holder, who had been asked for it, still had its guard, and a lease that was not over.

@@ -776,7 +776,11 @@ fn vacuous(story: &Story) -> Option<Finding> {
         clients.any(|client| client.id == id && client.fate.is_none())
     };
     let asks = |task: &&TaskPlan| {
-        let first = task.steps.iter().find(|step| step.ask == Ask::Wait);
+        // Who gives another size of a semaphore may be refused.
+        let first = task
+            .steps
+            .iter()
+            .find(|step| step.ask == Ask::Wait && step.size.is_none());
         first.is_some_and(|step| step.at < calm) && lives(task.client)
     };
     let due = schedule.tasks.iter().filter(asks).count();

@@ -16,6 +16,7 @@ pub type Millis = u64;
 /// The parts that a schedule may be made of.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
+#[expect(clippy::struct_excessive_bools, reason = "each is a property of its own")]
 pub struct Shape {
     /// The backend's capabilities.
     pub capabilities: Capabilities,
@@ -33,6 +34,8 @@ pub struct Shape {
     pub kills: bool,
     /// Clients lose their runtimes.
     pub runtimes: bool,
+    /// Clients disagree about the size of a semaphore, if the backend has any.
+    pub sizes: bool,
 }
 
 impl Shape {
@@ -47,6 +50,7 @@ impl Shape {
             stops: true,
             kills: true,
             runtimes: true,
+            sizes: true,
         }
     }
 }
@@ -135,6 +139,8 @@ pub struct Step {
     pub stays: Millis,
     /// After so long, an exclusive hold is made a shared one. The future is dropped after so many polls, if it has a number.
     pub downgrade: Option<(Millis, Option<u32>)>,
+    /// The size of the semaphore, if it is another than the schedule's.
+    pub size: Option<u32>,
 }
 
 /// The way to hold a name.
@@ -229,6 +235,9 @@ impl Schedule {
     /// The schedule that follows from `seed`: the same for the same seed and shape.
     pub fn generate(seed: u64, shape: &Shape) -> Self {
         let mut schedule = Self::before_storms(seed, &shape.without_later());
+        if shape.sizes {
+            schedule.add_sizes();
+        }
         Strike::turn_later(&mut schedule.strikes, seed, &shape.faults);
         schedule
     }
@@ -300,7 +309,10 @@ impl Schedule {
         Some(match step.hold_as {
             HoldAs::Exclusive | HoldAs::Leader => Mode::Exclusive,
             HoldAs::Shared => Mode::Shared,
-            HoldAs::Permit => Mode::Permits(NonZeroU32::new(*self.sizes.get(step.name as usize)?)?),
+            HoldAs::Permit => {
+                let size = *self.sizes.get(step.name as usize)?;
+                Mode::Permits(NonZeroU32::new(step.size.unwrap_or(size))?)
+            }
         })
     }
 
@@ -837,6 +849,7 @@ impl Mood {
             retime: None,
             stays: 0,
             downgrade: None,
+            size: None,
         }
     }
 
@@ -1230,7 +1243,11 @@ impl Step {
             End::Detach | End::HalfDetach => self.has_guard() && self.hold_as != HoldAs::Leader,
             _ => true,
         };
-        asks && ends && (self.downgrade.is_none() || self.has_guard() && self.hold_as == HoldAs::Exclusive)
+        // What is adopted has the size that it had.
+        let passes = matches!(self.ask, Ask::Adopt(..)) || matches!(self.end, End::Detach | End::HalfDetach);
+        let has_size = self.size.is_none() || self.hold_as == HoldAs::Permit && !passes;
+        let downgrades = self.downgrade.is_none() || self.has_guard() && self.hold_as == HoldAs::Exclusive;
+        asks && ends && has_size && downgrades
     }
 
     /// Returns whether it has a guard of one hold if it is granted.
@@ -1258,7 +1275,7 @@ impl Step {
 }
 
 /// `at name hold_as ttl handoffs renew label ask hold end`, then `times` if it is more than one, and what else there is:
-/// `max-hold=2000 retime=300:1500 stays=40 downgrade=70`.
+/// `max-hold=2000 retime=300:1500 stays=40 downgrade=70 size=2`.
 impl fmt::Display for Step {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let handoffs = self.handoffs.map_or_else(|| "-".to_owned(), |n| n.to_string());
@@ -1316,7 +1333,8 @@ impl fmt::Display for Step {
             None => Ok(()),
             Some((after, None)) => write!(f, " downgrade={after}"),
             Some((after, Some(polls))) => write!(f, " downgrade={after}:{polls}"),
-        }
+        }?;
+        self.size.map_or(Ok(()), |size| write!(f, " size={size}"))
     }
 }
 
@@ -1344,6 +1362,7 @@ fn parse_step(words: &[&str]) -> Option<Step> {
     };
     let (ask, figure) = ask.split_once(':').unwrap_or((ask, ""));
     let (mut times, mut max_hold, mut retime, mut stays, mut downgrade) = (1, None, None, 0, None);
+    let mut size = None;
     for word in more {
         match word.split_once('=') {
             None => times = word.parse().ok()?,
@@ -1354,6 +1373,7 @@ fn parse_step(words: &[&str]) -> Option<Step> {
             }
             Some(("stays", time)) => stays = time.parse().ok()?,
             Some(("downgrade", how)) => downgrade = Some(parse_two(how)?),
+            Some(("size", permits)) => size = Some(permits.parse::<NonZeroU32>().ok()?.get()),
             _ => return None,
         }
     }
@@ -1415,6 +1435,7 @@ fn parse_step(words: &[&str]) -> Option<Step> {
         retime,
         stays,
         downgrade,
+        size,
     })
 }
 

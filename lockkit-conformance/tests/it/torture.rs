@@ -20,7 +20,7 @@ use lockkit_conformance::{
 };
 use lockkit_core::{Capabilities, LockClient, MemoryBackend, Result};
 
-use crate::plain::Plain;
+use crate::{breaks::Break, desk::Desk, plain::Plain};
 
 fn shape() -> Shape {
     let mut has = Capabilities::default();
@@ -80,6 +80,33 @@ fn later_faults_leave_a_seed_as_it_was() {
     }
     // And they do befall the deployment.
     assert!(turned >= 25, "{turned} strikes of later faults");
+}
+
+/// They are tasks of their own, after all others.
+#[test]
+fn several_sizes_leave_a_seed_as_it_was() {
+    let (shape, mut seeds) = (shape(), 0);
+    let mut before = shape.clone();
+    before.sizes = false;
+    for seed in 0..300 {
+        let once = Schedule::generate(seed, &before);
+        let mut schedule = Schedule::generate(seed, &shape);
+        let added: Vec<_> = schedule.tasks.drain(once.tasks.len()..).collect();
+        assert_eq!(schedule, once, "seed {seed}");
+        let is_other = |task: &TaskPlan| {
+            let first = task.steps[0];
+            let known = once.sizes[first.name as usize];
+            first.size.is_some_and(|size| size != known)
+                && task.steps.iter().all(|step| step.size == first.size)
+        };
+        assert!(added.iter().all(is_other), "seed {seed}: {added:?}");
+        seeds += usize::from(!added.is_empty());
+    }
+    assert!(seeds >= 20, "{seeds} of 300 seeds");
+    assert!(
+        !shape.without_later().sizes,
+        "nor does a recorded schedule have any"
+    );
 }
 
 #[test]
@@ -147,6 +174,7 @@ fn schedules_vary_everything() {
         "reset 1",
         "flush 0",
         "size 5",
+        " size=2",
         "ask-back:",
         "max-hold=",
         "retime=",
@@ -267,6 +295,7 @@ fn a_file_that_is_no_schedule_is_one_clear_error() {
         "leader 1000 0 1 1 wait 5 detach",
         "exclusive 1000 0 1 1 all-now 5 detach",
         "shared 1000 0 1 1 wait 5 release downgrade=1",
+        "shared 1000 0 1 1 wait 5 release size=2",
     ] {
         let error = error(&format!("{text}task 99 0\nstep 0 0 {step}\n"));
         assert!(error.contains("task 99 wants what there is not"), "{error}");
@@ -543,6 +572,31 @@ fn several_at_once_are_judged() {
         .replace("permit", "exclusive");
     let laws = laws(crate::plain::Fault::GrantsTwice, &sets.parse().unwrap());
     assert!(laws.contains(&Law::Exclusion), "{laws:?}");
+}
+
+/// A client gives another size than the one that is in use, and once nobody uses that.
+#[test]
+fn two_sizes_of_a_semaphore_are_judged() {
+    let text = "lockkit torture schedule 1\nseed 1\nspan 1500\nsize 3\nclient 0 0\nclient 1 0\n\
+         task 0 0\nstep 0 0 permit 2000 0 1 0 wait 600 release\n\
+         task 1 1\nstep 200 0 permit 2000 0 1 0 try 300 release size=2\n\
+         step 300 0 permit 2000 0 1 0 wait 200 release size=5\n\
+         step 1000 0 permit 2000 0 1 0 try 100 release size=2\n";
+    let schedule: Schedule = text.parse().unwrap();
+    let mut torture = Torture::new(Arc::new(Bare(Arc::new(Memory::default())))).unwrap();
+    let verdict = torture.epoch(&schedule).unwrap();
+    assert!(
+        verdict.findings.is_empty(),
+        "{:?}\n{}",
+        verdict.findings,
+        verdict.log
+    );
+    assert_eq!(verdict.granted, 2, "the first and the last\n{}", verdict.log);
+    let desk = Desk::with(&[Break::AnySizeWillDo]);
+    let mut torture = Torture::new(Arc::new(Bare(Arc::new(desk)))).unwrap();
+    let verdict = torture.epoch(&schedule).unwrap();
+    let laws: Vec<_> = verdict.findings.iter().map(|finding| finding.law).collect();
+    assert!(laws.contains(&Law::Exclusion), "{laws:?}\n{}", verdict.log);
 }
 
 #[test]

@@ -16,8 +16,9 @@ use crate::{
 /// A lock or semaphore without any concurrency.
 #[derive(Clone, Debug)]
 pub(crate) struct Object {
-    /// The number of permits of a semaphore; 0 for a lock.
-    permits: usize,
+    is_semaphore: bool,
+    /// The number of permits that those who hold have given.
+    size: u32,
     /// Whether each holds alone.
     holders: BTreeMap<usize, bool>,
     /// The highest token so far, and that of an exclusive hold.
@@ -34,7 +35,8 @@ impl Object {
         // A semaphore of one is a lock.
         let permits = holds.iter().map(|hold| hold.of).max().unwrap_or_default();
         Self {
-            permits: if permits > 1 { permits as usize } else { 0 },
+            is_semaphore: permits > 1,
+            size: 0,
             holders: BTreeMap::new(),
             highest: 0,
             highest_exclusive: 0,
@@ -59,9 +61,10 @@ impl Object {
         }
     }
 
-    fn is_free_for(&self, is_exclusive: bool) -> bool {
-        if self.permits > 0 {
-            self.holders.len() < self.permits
+    fn is_free_for(&self, is_exclusive: bool, of: u32) -> bool {
+        if self.is_semaphore {
+            // Two sizes exclude each other.
+            self.holders.is_empty() || self.size == of && self.holders.len() < of as usize
         } else if is_exclusive {
             self.holders.is_empty()
         } else {
@@ -75,6 +78,7 @@ impl Object {
             Does::Acquire {
                 hold,
                 is_exclusive,
+                of,
                 token,
                 adopts,
                 may_be_over,
@@ -90,10 +94,11 @@ impl Object {
                 }
                 // A hold that is adopted has the token that it had.
                 let rises = token > above || may_be_over || adopts && token == above;
-                if !self.is_free_for(is_exclusive) || self.rise && !rises {
+                if !self.is_free_for(is_exclusive, of) || self.rise && !rises {
                     return false;
                 }
                 self.holders.insert(hold, is_exclusive);
+                self.size = of;
                 self.highest = self.highest.max(token);
                 if is_exclusive {
                     self.highest_exclusive = self.highest_exclusive.max(token);

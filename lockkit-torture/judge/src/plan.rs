@@ -15,6 +15,8 @@ pub(crate) enum Does {
     Acquire {
         hold: usize,
         is_exclusive: bool,
+        /// The size that it gives of a semaphore.
+        of: u32,
         token: u64,
         adopts: bool,
         /// What it was granted may have been over by then, as with a hold that is passed on within its client: a higher token may be out.
@@ -50,6 +52,7 @@ pub(crate) fn windows(epoch: &Epoch, holds: &[&Hold]) -> Vec<Vec<Operation>> {
             does: Does::Acquire {
                 hold: hold.id,
                 is_exclusive: hold.is_exclusive(),
+                of: hold.of,
                 token,
                 adopts: hold.adopts,
                 may_be_over,

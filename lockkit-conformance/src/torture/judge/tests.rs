@@ -271,6 +271,58 @@ fn more_permits_than_there_are_are_found() {
     assert_eq!(found(&excused), [Law::Exclusion], "and not for two");
 }
 
+fn of(size: u32) -> Mode {
+    Mode::Permits(NonZeroU32::new(size).unwrap())
+}
+
+#[test]
+fn two_sizes_at_once_are_found() {
+    let beside = |size| {
+        vec![
+            hold(0, of(5), 0.0, 0.0, 1.0, 1),
+            hold(1, of(size), 0.0, 0.1, 1.0, 2),
+        ]
+    };
+    assert_eq!(found(&story(beside(5))), []);
+    assert_eq!(found(&story(beside(3))), [Law::Exclusion]);
+    assert_eq!(found(&story(beside(1))), [Law::Exclusion]);
+    let after = vec![hold(0, of(5), 0.0, 0.0, 1.0, 1), hold(1, of(3), 0.0, 1.1, 2.0, 2)];
+    assert_eq!(found(&story(after)), [], "the size changed when nobody held");
+    let fault = Fault::new("empty").excuses_overlap(Told::Within(Duration::from_secs(2)));
+    let mut excused = story(beside(3));
+    excused.records[0].over = Over::Lost;
+    excused.struck = vec![struck(fault, 0.05, 0.05)];
+    assert_eq!(found(&excused), []);
+}
+
+#[test]
+fn who_is_refused_a_size_that_nobody_gave_is_found() {
+    let told = |size: u32, asked: f64| {
+        let mut record = refused(1, Asked::Tried, asked, asked + 0.1);
+        (record.acquisition.mode, record.fared) = (of(3), Fared::OtherSize);
+        "another size".clone_into(&mut record.error);
+        story(vec![hold(0, of(size), 0.0, 0.0, 1.0, 1), record])
+    };
+    assert_eq!(found(&told(5, 0.5)), [], "another holds");
+    assert_eq!(found(&told(5, 4.9)), [], "it may look as if one did");
+    assert_eq!(found(&told(5, 5.1)), [Law::Answer]);
+    assert_eq!(found(&told(3, 0.5)), [Law::Answer], "of the same size");
+    let mut struck_by = told(5, 5.1);
+    struck_by.struck = vec![struck(Fault::new("pause"), 5.0, 5.05)];
+    assert_eq!(found(&struck_by), []);
+}
+
+#[test]
+fn who_waits_beside_another_size_is_kept_out_by_it() {
+    let beside = |size: u32| {
+        let mut waits = refused(1, Asked::Waited, 0.0, 20.0);
+        waits.acquisition.mode = of(3);
+        story(vec![hold(0, of(size), 0.0, 0.0, 20.0, 1), waits])
+    };
+    assert_eq!(found(&beside(5)), []);
+    assert_eq!(found(&beside(3)), [Law::Liveness], "two of three were free");
+}
+
 #[test]
 fn tokens_that_go_back_or_repeat_are_found() {
     let records = |token| vec![hold(0, X, 0.0, 0.0, 1.0, 7), hold(1, X, 0.1, 1.1, 2.0, token)];

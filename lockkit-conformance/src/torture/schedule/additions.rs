@@ -8,6 +8,7 @@ use fastrand::Rng;
 use super::{Ask, End, HoldAs, Millis, Schedule, Shape, Step, TaskPlan, choice, log_uniform, shuffled};
 
 mod passing;
+mod sizes;
 mod together;
 
 /// The difference of that stream's seed from the schedule's.
@@ -206,6 +207,7 @@ impl Schedule {
             retime: None,
             stays: 0,
             downgrade: None,
+            size: None,
         }
     }
 }

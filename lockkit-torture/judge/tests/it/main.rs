@@ -71,6 +71,9 @@ fn more_permits_than_there_are_are_found() {
     };
     assert_eq!(broken(&history(&three(3))), []);
     assert_eq!(broken(&history(&three(2))), [Law::Exclusion]);
+    let two = |from| [(of(3), [0, 1, 30], 1), (of(2), [0, from, 50], 2)];
+    assert_eq!(broken(&history(&two(40))), [], "another size, later");
+    assert_eq!(broken(&history(&two(20))), [Law::Exclusion], "two sizes at once");
 }
 
 #[test]

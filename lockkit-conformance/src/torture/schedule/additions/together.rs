@@ -47,7 +47,7 @@ impl Schedule {
         }
     }
 
-    fn set(&self, rng: &mut Rng, target: &Step, ask: impl Fn(&mut Rng) -> Ask) -> Vec<Step> {
+    pub(super) fn set(&self, rng: &mut Rng, target: &Step, ask: impl Fn(&mut Rng) -> Ask) -> Vec<Step> {
         let mut steps = Vec::new();
         let mut at = rng.u64(0..self.span / 4);
         while at < self.span && steps.len() < 60 {
