@@ -2,6 +2,7 @@
 //! the program. New schedules are the program's: `scripts/soak` runs it.
 
 mod arguments;
+mod faults;
 mod tools;
 
 use std::sync::Arc;
