@@ -140,7 +140,9 @@ impl Backend for FileBackend {
         {
             return Err(Error::invalid_option(
                 "permits",
-                format!("{permits} is more than the {MAX_PERMITS} that a file semaphore can have"),
+                format!(
+                    "{permits} is more than the {MAX_PERMITS} that a file semaphore can have; ask for fewer"
+                ),
             ));
         }
         self.prepare().await?;

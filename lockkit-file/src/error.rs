@@ -34,7 +34,11 @@ pub(crate) enum FileError {
         .path.display()
     )]
     Damaged { path: PathBuf },
-    #[error("{} belongs to the lock {found:?}, whose encoded name is the same", .path.display())]
+    #[error(
+        "{} belongs to the lock {found:?}, from whose file it was copied or renamed. Once nobody holds the lock, delete the \
+         file: tokens then go on from the clock",
+        .path.display()
+    )]
     OtherName { path: PathBuf, found: String },
     #[error("{} has no fencing tokens left", .path.display())]
     Exhausted { path: PathBuf },
@@ -60,6 +64,7 @@ pub(crate) enum FileError {
 fn advice(error: &io::Error) -> &'static str {
     match error.kind() {
         io::ErrorKind::PermissionDenied => " (give this user the right to it)",
+        io::ErrorKind::NotFound => " (does a symbolic link above it lead nowhere?)",
         io::ErrorKind::NotADirectory => " (choose another directory)",
         io::ErrorKind::IsADirectory => " (remove it)",
         io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => " (make room on the disk)",

@@ -70,6 +70,8 @@ struct Situation<'a> {
     says: Says,
     happens: Box<dyn FnOnce() -> Printed + Send + 'a>,
     to_do: &'static str,
+    /// It cannot be brought about here: its row stays as it is.
+    is_kept: bool,
 }
 
 /// The table of one backend.
@@ -97,11 +99,27 @@ impl<'a> Table<'a> {
         to_do: &'static str,
         happens: impl FnOnce() -> Printed + Send + 'a,
     ) {
+        self.row_where(true, what, says, to_do, happens);
+    }
+
+    /// The same for what not every machine `can` do, for want of a right for one.
+    pub(crate) fn row_where(
+        &mut self,
+        can: bool,
+        what: &'static str,
+        says: Says,
+        to_do: &'static str,
+        happens: impl FnOnce() -> Printed + Send + 'a,
+    ) {
+        if !can {
+            println!("not brought about here: {what}");
+        }
         self.situations.push(Situation {
             what,
             says,
             happens: Box::new(happens),
             to_do,
+            is_kept: !can,
         });
     }
 
@@ -116,7 +134,11 @@ impl<'a> Table<'a> {
                      says,
                      happens,
                      to_do,
-                 }| (what, says, to_do, Mutex::new((Some(happens), None))),
+                     is_kept,
+                 }| {
+                    let happens = (!is_kept).then_some(happens);
+                    (what, says, to_do, is_kept, Mutex::new((happens, None)))
+                },
             )
             .collect();
         let next = AtomicUsize::new(0);
@@ -124,7 +146,9 @@ impl<'a> Table<'a> {
             for _ in 0..AT_ONCE {
                 scope.spawn(|| {
                     while let Some((.., job)) = jobs.get(next.fetch_add(1, Ordering::Relaxed)) {
-                        let happens = job.lock().unwrap().0.take().unwrap();
+                        let Some(happens) = job.lock().unwrap().0.take() else {
+                            continue;
+                        };
                         // The others are told, too. Its panic has been printed.
                         let printed = panic::catch_unwind(AssertUnwindSafe(happens));
                         job.lock().unwrap().1 = printed.ok();
@@ -137,7 +161,11 @@ impl<'a> Table<'a> {
             self.backend, self.servers
         );
         let mut faults = Vec::new();
-        for (what, says, to_do, job) in jobs {
+        for (what, says, to_do, is_kept, job) in jobs {
+            if is_kept {
+                text += &recorded(self.backend, what);
+                continue;
+            }
             let Some(printed) = job.into_inner().unwrap().1 else {
                 faults.push(format!("{what}: a panic"));
                 continue;
@@ -280,12 +308,15 @@ fn steady(line: &str) -> String {
     text
 }
 
-/// Compares a section with the page, or writes it anew.
-fn compare(backend: &str, section: &str) {
-    static PAGE: Mutex<()> = Mutex::new(());
-    let _page = PAGE.lock().unwrap_or_else(PoisonError::into_inner);
-    let path = PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/errors.md"));
-    let page = fs::read_to_string(&path).unwrap();
+/// Whoever reads or writes the page has it.
+static PAGE: Mutex<()> = Mutex::new(());
+
+fn page_path() -> PathBuf {
+    PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/errors.md"))
+}
+
+/// Returns where a section begins and ends on the page.
+fn place(page: &str, backend: &str) -> (usize, usize) {
     let heading = format!("## {backend}\n");
     let begin = page
         .find(&heading)
@@ -294,6 +325,25 @@ fn compare(backend: &str, section: &str) {
     let end = page[behind..]
         .find("\n## ")
         .map_or(page.len(), |at| behind + at + 1);
+    (begin, end)
+}
+
+/// Returns the row of a situation as it is on the page.
+fn recorded(backend: &str, what: &str) -> String {
+    let _page = PAGE.lock().unwrap_or_else(PoisonError::into_inner);
+    let page = fs::read_to_string(page_path()).unwrap();
+    let (begin, end) = place(&page, backend);
+    let row = format!("| {what} |");
+    let row = page[begin..end].lines().find(|line| line.starts_with(&row));
+    row.map_or_else(String::new, |row| format!("{row}\n"))
+}
+
+/// Compares a section with the page, or writes it anew.
+fn compare(backend: &str, section: &str) {
+    let _page = PAGE.lock().unwrap_or_else(PoisonError::into_inner);
+    let path = page_path();
+    let page = fs::read_to_string(&path).unwrap();
+    let (begin, end) = place(&page, backend);
     if env::var("LOCKKIT_RENEW").is_ok_and(|renew| renew == "1") {
         let last = if end == page.len() { "" } else { "\n" };
         fs::write(&path, [&page[..begin], section, last, &page[end..]].concat()).unwrap();
