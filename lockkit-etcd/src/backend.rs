@@ -401,7 +401,9 @@ impl Backend for EtcdBackend {
         if let Mode::Permits(permits) = request.mode
             && permits.get() > MAX_PERMITS
         {
-            let reason = format!("{permits} is more than the {MAX_PERMITS} permits that etcd can serve");
+            let reason = format!(
+                "{permits} is more than the {MAX_PERMITS} permits that etcd can serve; ask for fewer"
+            );
             return Err(Error::invalid_option("permits", reason));
         }
         let queue = self.shared.layout.queue(&request.name, request.mode.kind());
@@ -414,7 +416,7 @@ impl Backend for EtcdBackend {
 
     async fn inspect(&self, name: &LockName, kind: LockKind) -> Result<LockState> {
         let looked = self.look(name, kind).await;
-        looked.map_err(|failure| failure.during("inspect"))
+        looked.map_err(|failure| failure.about(self.shared.layout.root()).during("inspect"))
     }
 
     fn list(&self, prefix: &str) -> Result<Box<dyn Lister>> {

@@ -99,7 +99,7 @@ impl EtcdClaim {
 impl Claim for EtcdClaim {
     async fn attempt(&mut self, patience: Duration) -> lockkit_core::Result<Option<Grant>> {
         let granted = self.try_once(!patience.is_zero()).await;
-        granted.map_err(|failure| failure.during("acquire"))
+        granted.map_err(|failure| failure.about(self.shared.layout().root()).during("acquire"))
     }
 
     async fn renew(&mut self) -> lockkit_core::Result<Renewal> {

@@ -41,7 +41,9 @@ pub(crate) enum Failure {
     Abandoned,
     #[error("the queue for `{0}` keeps changing while it is read; try again")]
     Unstable(LockName),
-    #[error("semaphore `{name}` is in use with {size} permits, not {wanted}")]
+    #[error(
+        "semaphore `{name}` is in use with {size} permits, not {wanted}; ask for the same number everywhere"
+    )]
     OtherSize {
         name: LockName,
         size: NonZeroU32,
@@ -153,6 +155,17 @@ impl Failure {
             && let Cow::Owned(blanked) = secrets.blank(text)
         {
             *text = blanked;
+        }
+        self
+    }
+
+    /// Names the prefix of all keys, if the user has no right to them.
+    pub(crate) fn about(mut self, root: &str) -> Self {
+        if let Self::Refused { reason, .. } = &mut self
+            && let Some(rest) = reason.strip_prefix(NO_RIGHT)
+        {
+            let root = if root.is_empty() { "''" } else { root };
+            *reason = format!("{}{rest}", NO_RIGHT.replace("NAMESPACE/", root));
         }
         self
     }

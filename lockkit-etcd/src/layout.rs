@@ -47,6 +47,11 @@ impl Layout {
         Self { root: root.into() }
     }
 
+    /// Returns the prefix of all keys.
+    pub(crate) fn root(&self) -> &str {
+        &self.root
+    }
+
     /// Returns the prefix of the keys of those who contend for `name`.
     pub(crate) fn queue(&self, name: &LockName, kind: LockKind) -> String {
         format!("{}{}/", self.locks(kind), component(name.as_str()))

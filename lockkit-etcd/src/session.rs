@@ -109,7 +109,7 @@ impl Session {
         let granted = timeout(GRANT_TIMEOUT, connection.call(&request)).await;
         let granted = granted.unwrap_or_else(|_| {
             Err(Failure::Unknown(format!(
-                "no lease was granted within {GRANT_TIMEOUT:?}"
+                "no lease was granted within {GRANT_TIMEOUT:?} (do most of the members run, and reach each other?)"
             )))
         });
         if let Err(failure) = &granted {

@@ -1,15 +1,47 @@
 //! etcd.
 
-use std::sync::Arc;
+use std::{fs, sync::Arc};
 
 use lockkit_testbed::{
-    Certificates, Port,
+    Certificates, Port, ServerPair,
     etcd::{self, EtcdServer},
     redis::RedisServer,
     skipped,
 };
+use tempfile::TempDir;
 
-use super::{Table, connecting, meanwhile, says, trying, until};
+use super::{Printed, Table, alone, connect, connecting, meanwhile, says, trying, until};
+use crate::tool::in_this_process;
+
+/// The error of connecting to a server with this certificate.
+fn presenting(certificates: &Arc<Certificates>, which: ServerPair) -> Printed {
+    // It takes the last of each option.
+    let pair = certificates.server_pair(which);
+    let server = EtcdServer::builder()
+        .tls(certificates)
+        .option(format!("--cert-file={}", pair.display()))
+        .option(format!("--key-file={}", pair.display()))
+        .start()
+        .unwrap();
+    let ca = certificates.authority();
+    connecting(&format!(
+        "etcd://{}?tls=verify&ca={}",
+        server.addr(),
+        ca.display()
+    ))
+}
+
+/// The error of a semaphore with so many permits that is tried for while one with two is held.
+fn beside_two(url: &str, permits: u32) -> Printed {
+    in_this_process(async {
+        let client = connect(url).await.unwrap();
+        let held = client.semaphore("pair", 2).unwrap().acquire().await.unwrap();
+        let other = client.semaphore("pair", permits).unwrap();
+        let printed = alone(&other.try_acquire().await.unwrap_err());
+        held.release().await.unwrap();
+        printed
+    })
+}
 
 #[test]
 #[expect(clippy::too_many_lines, reason = "a table")]
@@ -25,6 +57,22 @@ fn etcd_errors_are_those_of_the_catalogue() {
         .start()
         .unwrap();
     let users = EtcdServer::builder().authorise("lockkit/").start().unwrap();
+    for arguments in [
+        &["user", "add", "newcomer:canary"][..],
+        &["user", "add", "reader:canary"],
+        &["role", "add", "reader"],
+        &[
+            "role",
+            "grant-permission",
+            "reader",
+            "read",
+            "--prefix=true",
+            "lockkit/",
+        ],
+        &["user", "grant-role", "reader", "reader"],
+    ] {
+        users.ctl(arguments).unwrap();
+    }
     let plain = EtcdServer::plain().unwrap();
     let mut table = Table::new("etcd", "The servers' words are those of etcd 3.4.");
     let rights = "Grant the role what [etcd.md](etcd.md) says.";
@@ -135,7 +183,7 @@ fn etcd_errors_are_those_of_the_catalogue() {
     );
     table.row(
         "the user has no right to the keys",
-        says("permission denied", "readwrite"),
+        says("permission denied", "readwrite").of("elsewhere/"),
         rights,
         || trying(&format!("{}?namespace=elsewhere", users.url())),
     );
@@ -171,6 +219,147 @@ fn etcd_errors_are_those_of_the_catalogue() {
             let url = format!("{}?op_timeout=1s&connect_timeout=1s", dead.url());
             meanwhile(&url, |_| dead.kill().unwrap())
         },
+    );
+    table.row(
+        "the server's certificate has expired",
+        says("certificate expired", "renew it at the server"),
+        "Renew it. Look at this host's clock, too.",
+        || presenting(&certificates, ServerPair::Expired),
+    );
+    table.row(
+        "the server's certificate is for another host",
+        says("not valid for name", "write a host that it is for").of("elsewhere.example"),
+        "Write the host that it is for, or have it issued for this one.",
+        || presenting(&certificates, ServerPair::Elsewhere),
+    );
+    table.row(
+        "the client's certificate has expired",
+        says("does not accept the certificate", "has it expired"),
+        "Renew it.",
+        || {
+            connecting(&format!(
+                "etcd://{}?tls=verify&ca={}&cert={}&key={}",
+                encrypted.addr(),
+                certificates.authority().display(),
+                certificates.expired_client().display(),
+                certificates.expired_client_key().display()
+            ))
+        },
+    );
+    table.row(
+        "the client's certificate is of an authority that the server does not know",
+        says(
+            "does not accept the certificate",
+            "does the server know its authority",
+        ),
+        "Give one of the authority in the servers' `trusted-ca-file`.",
+        || {
+            connecting(&format!(
+                "etcd://{}?tls=verify&ca={}&cert={}&key={}",
+                encrypted.addr(),
+                certificates.authority().display(),
+                strangers.client().display(),
+                strangers.client_key().display()
+            ))
+        },
+    );
+    table.row(
+        "the private key is another certificate's",
+        says("is not the private key of the certificate", "").of("other.key"),
+        "Give the two that belong together.",
+        || {
+            let dir = TempDir::new().unwrap();
+            let [cert, key] = ["client.pem", "other.key"].map(|name| dir.path().join(name));
+            fs::copy(certificates.client(), &cert).unwrap();
+            fs::copy(strangers.client_key(), &key).unwrap();
+            connecting(&format!(
+                "etcd://{}?tls=verify&cert={}&key={}&ca={}",
+                encrypted.addr(),
+                cert.display(),
+                key.display(),
+                certificates.authority().display()
+            ))
+        },
+    );
+    table.row(
+        "the file of the authority is not there",
+        says("No such file", "").of("/no/ca.pem"),
+        "Correct the option `ca`.",
+        || connecting(&format!("etcd://{}?tls=verify&ca=/no/ca.pem", encrypted.addr())),
+    );
+    table.row(
+        "an authority is given without TLS",
+        says("has no effect", "without tls=verify").of("`ca`"),
+        "Write `tls=verify`.",
+        || connecting(&format!("etcd://{}?ca=/no/ca.pem", plain.addr())),
+    );
+    table.row(
+        "there is no such user",
+        says("authentication failed", "check both in the URL"),
+        "`etcdctl user add`, or correct the URL.",
+        || connecting(&format!("etcd://nobody:canary@{}", users.addr())),
+    );
+    table.row(
+        "the user has no role",
+        says("permission denied", "readwrite").of("lockkit/"),
+        rights,
+        || trying(&format!("etcd://newcomer:canary@{}", users.addr())),
+    );
+    table.row(
+        "the role may read the keys, and not write them",
+        says("permission denied", "readwrite").of("lockkit/"),
+        rights,
+        || trying(&format!("etcd://reader:canary@{}", users.addr())),
+    );
+    table.row(
+        "most of the members do not run",
+        says("no lease was granted", "do most of the members run"),
+        "Start them.",
+        || {
+            let lonely = EtcdServer::plain().unwrap();
+            // Of two members, two are a majority.
+            let nobody = ["member", "add", "nobody", "--peer-urls=http://127.0.0.1:1"];
+            lonely.ctl(&nobody).unwrap();
+            in_this_process(async {
+                let client = connect(&format!("{}?op_timeout=60s", lonely.url()))
+                    .await
+                    .unwrap();
+                alone(&client.lock("job").unwrap().try_acquire().await.unwrap_err())
+            })
+        },
+    );
+    table.row(
+        "the hosts are of different clusters",
+        says("is of the cluster", "name the members of one cluster"),
+        "Name the members of one cluster.",
+        || connecting(&format!("etcd://{},{}", plain.addr(), users.addr())),
+    );
+    table.row(
+        "a host is named twice",
+        says("are the same", "").of("servers 1 and 2"),
+        "Name each member once.",
+        || connecting(&format!("etcd://{0},{0}", plain.addr())),
+    );
+    table.row(
+        "the key of raised tokens holds something else",
+        says("is not what lockkit has written there", "delete it").of("odd/%fence"),
+        "Delete the key, and raise the tokens above the highest `last_token`.",
+        || {
+            plain.ctl(&["put", "odd/%fence", "not ours"]).unwrap();
+            trying(&format!("{}?namespace=odd", plain.url()))
+        },
+    );
+    table.row(
+        "a semaphore has other permits",
+        says("with 2 permits, not 3", "ask for the same number everywhere").of("`pair`"),
+        "Use one size.",
+        || beside_two(&format!("{}?namespace=sizes", plain.url()), 3),
+    );
+    table.row(
+        "a semaphore with too many permits",
+        says("1001 is more than the 1000", "ask for fewer").of("`permits`"),
+        "Take fewer permits, or another backend.",
+        || beside_two(&format!("{}?namespace=many", plain.url()), 1_001),
     );
     table.check();
 }

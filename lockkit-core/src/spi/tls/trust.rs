@@ -148,6 +148,12 @@ impl Handshake {
                     "{tls}: no authority that is trusted has issued it; give its authority's present certificate as `ca`"
                 )
             }
+            TlsError::InvalidCertificate(
+                CertificateError::NotValidForName | CertificateError::NotValidForNameContext { .. },
+            ) => format!("{tls}; write a host that it is for"),
+            TlsError::InvalidCertificate(
+                CertificateError::Expired | CertificateError::ExpiredContext { .. },
+            ) => format!("{tls}; renew it at the server, or set the clock of this host"),
             TlsError::AlertReceived(alert) => self.refusal(*alert),
             TlsError::InvalidMessage(_) => {
                 format!("{tls}; is this port {}?", self.port)
