@@ -162,8 +162,9 @@ impl Backend for PostgresBackend {
     async fn claim(&self, request: &ClaimRequest) -> Result<Box<dyn Claim>> {
         let permits = layout::permits(request.mode);
         if permits > MAX_PERMITS {
-            let why =
-                format!("{permits} is more than the {MAX_PERMITS} that a semaphore in a database can have");
+            let why = format!(
+                "{permits} is more than the {MAX_PERMITS} that a semaphore in a database can have; ask for fewer"
+            );
             return Err(Error::invalid_option("permits", why));
         }
         if request.label.as_ref().is_some_and(|label| label.contains('\0')) {

@@ -374,7 +374,10 @@ impl PostgresClaim {
                     session.send(self.lease, vec![Query::prepared(sql::UNLOCK_ALL, Vec::new())]);
                     Ok(Next::Goes(Activity::Cleaning { held: false }))
                 } else if is_alone == Some(true) {
-                    Err(Error::invalid_option("permits", why))
+                    Err(Error::invalid_option(
+                        "permits",
+                        format!("{why}; ask for the same number everywhere"),
+                    ))
                 } else {
                     Err(Error::transient(
                         NAME,

@@ -180,6 +180,10 @@ fn advice(code: &str) -> Option<&'static str> {
         code::UNDEFINED_TABLE | code::UNDEFINED_SCHEMA => {
             "the tables have gone: connect anew, and the next acquisition makes them"
         }
+        "42703" => {
+            "this table has another layout: while no lock is held, drop the schema lockkit, and the next acquisition makes it"
+        }
+        "55000" => "does the database allow connections?",
         "53300" => "raise max_connections, or end connections of other programs",
         "53100" => "make room on the server's disk",
         "25006" => "connect to the primary",

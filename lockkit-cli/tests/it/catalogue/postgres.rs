@@ -3,12 +3,12 @@
 use lockkit::LockClient;
 use lockkit_testbed::{
     Certificates, Port,
-    postgres::{self, PgServer},
+    postgres::{self, PgBouncer, PgServer, PoolMode},
     redis::RedisServer,
     skipped,
 };
 
-use super::{Table, connecting, says, trying};
+use super::{Printed, Table, alone, connecting, meanwhile, says, trying};
 use crate::tool::in_this_process;
 
 /// A role and a database of a situation's own. A URL with its password.
@@ -35,6 +35,25 @@ fn made(server: &PgServer, name: &str) -> String {
     url
 }
 
+/// The error of connecting to a database whose schema was changed by this, as its superuser.
+fn changed(server: &PgServer, name: &str, statement: &str) -> Printed {
+    let url = made(server, name);
+    server.session_in(name).unwrap().sql(statement).unwrap();
+    connecting(&url)
+}
+
+/// The error of a semaphore with so many permits that is tried for while one with two is held.
+fn beside_two(url: &str, permits: u32) -> Printed {
+    in_this_process(async {
+        let client = super::connect(url).await.unwrap();
+        let held = client.semaphore("pair", 2).unwrap().acquire().await.unwrap();
+        let other = client.semaphore("pair", permits).unwrap();
+        let printed = alone(&other.try_acquire().await.unwrap_err());
+        held.release().await.unwrap();
+        printed
+    })
+}
+
 /// The first acquisition makes the schema.
 async fn lock_once(client: &LockClient) {
     let guard = client.lock("job").unwrap().acquire().await.unwrap();
@@ -49,6 +68,7 @@ fn postgres_errors_are_those_of_the_catalogue() {
     }
     let server = PgServer::builder()
         .access("host lockkit barred all reject")
+        .access("hostnossl lockkit sealed all reject")
         .access("local all all trust")
         .access("host all all all scram-sha-256")
         .start()
@@ -272,6 +292,151 @@ fn postgres_errors_are_those_of_the_catalogue() {
             let primary = PgServer::plain().unwrap();
             let standby = PgServer::builder().standby_of(&primary).unwrap();
             connecting(&standby.url())
+        },
+    );
+    table.row(
+        "the sessions are read-only",
+        says(
+            "default_transaction_read_only=on",
+            "change the setting of the role or database",
+        ),
+        "Give the primary's address, or `ALTER DATABASE … RESET default_transaction_read_only`.",
+        || {
+            let url = role(server, "reading", "LOGIN");
+            server
+                .sql("ALTER DATABASE reading SET default_transaction_read_only = on")
+                .unwrap();
+            connecting(&url)
+        },
+    );
+    table.row_where(
+        postgres::missing_bouncer().is_none(),
+        "PgBouncer is at the port",
+        says("startup parameter", "connect to the server directly").of("PgBouncer"),
+        "Give the server's own address.",
+        || {
+            let bouncer = PgBouncer::start(server.addr(), PoolMode::Transaction, &[]).unwrap();
+            connecting(&format!("{}?sslmode=disable", bouncer.url()))
+        },
+    );
+    table.row(
+        "the sequence of tokens was changed",
+        says("may be granted twice", "run: ALTER SEQUENCE").of("lockkit.token"),
+        "Run what it says.",
+        || changed(server, "cached", "ALTER SEQUENCE lockkit.token CACHE 10"),
+    );
+    table.row(
+        "a table was made to survive a crash",
+        says("survive a crash", "run ALTER TABLE").of("lockkit.holder"),
+        "Run what it says.",
+        || changed(server, "logged", "ALTER TABLE lockkit.holder SET LOGGED"),
+    );
+    table.row(
+        "a table has another layout",
+        says("does not exist", "drop the schema lockkit").of("label"),
+        "Stop all clients and drop the schema; the next acquisition makes it. Then raise the tokens above the highest `last_token`.",
+        || {
+            let url = made(server, "altered");
+            let mut session = server.session_in("altered").unwrap();
+            session.sql("ALTER TABLE lockkit.holder DROP COLUMN label").unwrap();
+            trying(&url)
+        },
+    );
+    table.row(
+        "nobody has made the schema, and `schema=manual` leaves it to somebody",
+        says("is not complete", "have it made with"),
+        "Run the statements, or leave out the option.",
+        || {
+            let url = role(server, "manual", "LOGIN");
+            connecting(&format!("{url}?schema=manual"))
+        },
+    );
+    table.row(
+        "the database has as many connections as it may",
+        says("too many connections for database", "raise max_connections").of("crowded"),
+        "`ALTER DATABASE … CONNECTION LIMIT -1`, or a higher number.",
+        || {
+            let url = role(server, "crowded", "LOGIN");
+            server.sql("ALTER DATABASE crowded CONNECTION LIMIT 0").unwrap();
+            connecting(&url)
+        },
+    );
+    table.row(
+        "the database allows no connections",
+        says("not currently accepting connections", "allow connections?").of("shut"),
+        "`ALTER DATABASE … ALLOW_CONNECTIONS true`.",
+        || {
+            let url = role(server, "shut", "LOGIN");
+            server.sql("ALTER DATABASE shut ALLOW_CONNECTIONS false").unwrap();
+            connecting(&url)
+        },
+    );
+    table.row(
+        "the role's password has expired",
+        says(
+            "password authentication failed",
+            "check user and password in the URL",
+        )
+        .of("outdated"),
+        "`ALTER ROLE … VALID UNTIL …`. The server's log tells.",
+        || connecting(&role(server, "outdated", "LOGIN VALID UNTIL '2001-01-01'")),
+    );
+    table.row(
+        "`pg_hba.conf` asks for an encrypted connection",
+        says("no encryption", "pg_hba.conf)").of("sealed"),
+        "Write `sslmode=verify-full`.",
+        || {
+            role(server, "sealed", "LOGIN");
+            connecting(&format!(
+                "postgres://sealed:{}@{}/lockkit",
+                PgServer::PASSWORD,
+                server.addr()
+            ))
+        },
+    );
+    table.row(
+        "the file of the authority is not there",
+        says("No such file", "").of("/no/ca.pem"),
+        "Correct the option `sslrootcert`.",
+        || {
+            connecting(&format!(
+                "{}?sslmode=verify-full&sslrootcert=/no/ca.pem",
+                server.url()
+            ))
+        },
+    );
+    table.row(
+        "the URL names several servers",
+        says("several servers", "name the one that has the locks").of("a,b"),
+        "Give the primary's address.",
+        || connecting("postgres://u:canary@a,b/app"),
+    );
+    table.row(
+        "no connection is allowed to the client",
+        says("not between 1 and 10,000", "").of("`max_connections`"),
+        "Take at least 1.",
+        || connecting(&format!("{}?max_connections=0", server.url())),
+    );
+    table.row(
+        "a semaphore has other permits",
+        says("with 2 permits, not 3", "ask for the same number everywhere").of("`pair`"),
+        "Use one size.",
+        || beside_two(&made(server, "sizes"), 3),
+    );
+    table.row(
+        "a semaphore with too many permits",
+        says("1001 is more than the 1000", "ask for fewer").of("`permits`"),
+        "Take fewer permits, or another backend.",
+        || beside_two(&made(server, "many"), 1_001),
+    );
+    table.row(
+        "the server has died while its client was connected",
+        says("refused", "connects again by itself"),
+        "Start it; the client connects by itself.",
+        || {
+            let dead = PgServer::plain().unwrap();
+            let url = format!("{}?op_timeout=1s&connect_timeout=1s", dead.url());
+            meanwhile(&url, |_| dead.kill().unwrap())
         },
     );
     table.check();
