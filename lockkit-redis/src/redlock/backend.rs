@@ -499,7 +499,7 @@ pub(super) fn check_ttl(ttl: Duration, longest: Duration) -> Result<()> {
         return Err(Error::invalid_option(
             "ttl",
             format!(
-                "{ttl:?} is longer than these masters' `max_ttl` of {longest:?}, for which a restarted one keeps out of votes"
+                "{ttl:?} is longer than these masters' `max_ttl` of {longest:?}, for which a restarted one keeps out of votes; ask for less"
             ),
         ));
     }

@@ -118,7 +118,7 @@ impl RestartQuarantine {
         let mut processes = self.processes.lock();
         let mut others = processes.iter().enumerate().filter(|(other, _)| *other != master);
         if others.any(|(_, other)| other.run_id == run_id) {
-            return refused("it is the same server as another of the masters".to_owned());
+            return refused("it is the same server as another of the masters; name each once".to_owned());
         }
         let process = &mut processes[master];
         if process.run_id != run_id {

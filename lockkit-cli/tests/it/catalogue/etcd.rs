@@ -59,8 +59,8 @@ fn etcd_errors_are_those_of_the_catalogue() {
     let users = EtcdServer::builder().authorise("lockkit/").start().unwrap();
     for arguments in [
         &["user", "add", "newcomer:canary"][..],
-        &["user", "add", "reader:canary"],
-        &["role", "add", "reader"],
+        &["user", "add", "reader:canary"][..],
+        &["role", "add", "reader"][..],
         &[
             "role",
             "grant-permission",
@@ -68,8 +68,8 @@ fn etcd_errors_are_those_of_the_catalogue() {
             "read",
             "--prefix=true",
             "lockkit/",
-        ],
-        &["user", "grant-role", "reader", "reader"],
+        ][..],
+        &["user", "grant-role", "reader", "reader"][..],
     ] {
         users.ctl(arguments).unwrap();
     }

@@ -6,7 +6,7 @@ use lockkit_testbed::{
     skipped,
 };
 
-use super::{Printed, Table, alone, connect, connecting, meanwhile, says, until};
+use super::{Printed, Table, alone, connect, connecting, meanwhile, says, trying, until};
 use crate::tool::in_this_process;
 
 const PASSWORD: &str = "canary-sesame";
@@ -38,6 +38,7 @@ fn voting(url: &str, something: impl FnOnce()) -> Printed {
 }
 
 #[test]
+#[expect(clippy::too_many_lines, reason = "a table")]
 fn redlock_errors_are_those_of_the_catalogue() {
     if skipped("redis", redis::missing()) {
         return;
@@ -124,6 +125,163 @@ fn redlock_errors_are_those_of_the_catalogue() {
             })
         },
     );
+    table.row(
+        "one of the masters asks for a password",
+        says("NOAUTH", "check user and password in the URL"),
+        "Write it before that master: `redlock://a,b,:password@c`.",
+        || {
+            let (_masters, url) = three(|n| {
+                if n == 2 {
+                    RedisServer::builder().password(PASSWORD).start().unwrap()
+                } else {
+                    plain(n)
+                }
+            });
+            connecting(&url)
+        },
+    );
+    table.row(
+        "one of the masters is a node of a cluster",
+        says("Redis Cluster", "or another backend"),
+        "Take a server that is no node of a cluster.",
+        || {
+            let [one, other] = [plain(0), plain(1)];
+            let node = RedisServer::builder().cluster_node().start().unwrap();
+            let masters = [one.addr(), other.addr(), node.addr()];
+            connecting(&url(&masters.map(|addr| addr.to_string())))
+        },
+    );
+    table.row(
+        "nobody knows the hosts",
+        says("failed to lookup address", "check the host in the URL").of("h.invalid"),
+        "Correct the hosts in the URL, or what resolves them.",
+        || connecting("redlock://h.invalid,i.invalid,j.invalid?connect_timeout=1s"),
+    );
+    table.row(
+        "two masters are one server by two names",
+        says("the same server as another", "name each once"),
+        "Name three servers.",
+        || {
+            let [one, other] = [plain(0), plain(1)];
+            let port = one.addr().port();
+            connecting(&format!(
+                "redlock://127.0.0.1:{port},localhost:{port},{}",
+                other.addr()
+            ))
+        },
+    );
+    table.row(
+        "two masters are two databases of one server",
+        says("are the same server", "name each once").of("masters 1 and 3"),
+        "Name three servers.",
+        || connecting("redlock://a/1,b,a/2"),
+    );
+    table.row(
+        "two masters",
+        says("tolerate no more failures", "use an odd number").of("2 masters"),
+        "Take three, or one and `redis://`.",
+        || connecting("redlock://a,b"),
+    );
+    table.row(
+        "one master",
+        says("has no majority", "use redis://"),
+        "Write `redis://`.",
+        || connecting("redlock://a"),
+    );
+    table.row(
+        "a ttl longer than `max_ttl`",
+        says("is longer than these masters'", "ask for less").of("`ttl`"),
+        "Take a shorter ttl. To raise `max_ttl`, see [redlock.md](redlock.md).",
+        || {
+            let (_masters, url) = three(plain);
+            trying(&format!("{url}?max_ttl=5s&ttl=10s"))
+        },
+    );
+    table.row(
+        "another client has another `max_ttl`",
+        says("the masters by 1s", "need the same").of("`max_ttl`"),
+        "Give all clients the same one, or do what it says.",
+        || {
+            let (_masters, url) = three(plain);
+            in_this_process(async {
+                let client = connect(&format!("{url}?max_ttl=1s&ttl=1s")).await.unwrap();
+                let guard = client.lock("job").unwrap().acquire().await.unwrap();
+                guard.release().await.unwrap();
+            });
+            connecting(&format!("{url}?max_ttl=2s&ttl=1s"))
+        },
+    );
+    table.row(
+        "`durable=true` with masters that do not sync each write",
+        says("and it has `appendonly no`", "needs `appendonly yes`"),
+        "Configure the masters so.",
+        || {
+            let (_masters, url) = three(plain);
+            connecting(&format!("{url}?durable=true"))
+        },
+    );
+    table.row(
+        "a semaphore",
+        says("a majority of masters", "use redis:// on one master").of("semaphores"),
+        "Take another backend for it.",
+        || {
+            let (_masters, url) = three(plain);
+            in_this_process(async {
+                let client = connect(&url).await.unwrap();
+                let tried = async { client.semaphore("job", 2)?.try_acquire().await };
+                alone(&tried.await.unwrap_err())
+            })
+        },
+    );
+    table.row(
+        "without the right to `evalsha`",
+        says("NOPERM", "docs/redis.md").of("'evalsha'"),
+        "Grant the user what [redis.md](redis.md#rights) lists.",
+        || {
+            let (_masters, url) = three(|_| {
+                RedisServer::builder()
+                    .user("poor", PASSWORD, "~* &* +@all -evalsha")
+                    .start()
+                    .unwrap()
+            });
+            let masters = url.trim_start_matches("redlock://");
+            let each: Vec<_> = masters
+                .split(',')
+                .map(|at| format!("poor:{PASSWORD}@{at}"))
+                .collect();
+            let url = format!("redlock://{}", each.join(","));
+            in_this_process(async {
+                // Whether a master votes is asked by a script, too.
+                let tried = async { connect(&url).await?.lock("job")?.try_acquire().await };
+                super::printed(&tried.await.unwrap_err(), &url)
+            })
+        },
+    );
+    for (what, command, words, advice, to_do) in [
+        (
+            "two of three masters have too few replicas",
+            &["CONFIG", "SET", "min-replicas-to-write", "1"][..],
+            "NOREPLICAS",
+            "look at its `INFO replication`",
+            "Start their replicas, or lower `min-replicas-to-write`: Redlock needs none.",
+        ),
+        (
+            "two of three masters are replicas since",
+            &["REPLICAOF", "127.0.0.1", "1"][..],
+            "READONLY",
+            "is a replica now",
+            "Make them masters again.",
+        ),
+    ] {
+        table.row(what, says(words, advice), to_do, move || {
+            let (masters, url) = three(plain);
+            voting(&url, || {
+                for master in &masters[1..] {
+                    master.cli(command).unwrap();
+                }
+            })
+        });
+    }
     table.check();
 }
 
