@@ -478,8 +478,9 @@ impl Backend for ZkBackend {
                 Err(Error::unsupported(NAME, QUEUE_INSTEAD))
             }
             Mode::Permits(permits) if permits.get() > MAX_PERMITS => {
-                let reason =
-                    format!("{permits} is more than the {MAX_PERMITS} permits that ZooKeeper can serve");
+                let reason = format!(
+                    "{permits} is more than the {MAX_PERMITS} permits that ZooKeeper can serve; ask for fewer"
+                );
                 Err(Error::invalid_option("permits", reason))
             }
             _ => Ok(Box::new(ZkClaim::new(shared, request.clone(), path))),

@@ -23,6 +23,11 @@ pub(crate) enum Failure {
         "{why} for {path}, or above it (check user and password in the URL, or grant the user what docs/zookeeper.md lists)"
     )]
     Denied { path: String, why: ZkError },
+    /// There is a node in the place of a directory that can be none.
+    #[error(
+        "{why}: {path}, or a node above it, is one (it is another program's, or a client's with nodes=simple: all clients need the same `nodes`)"
+    )]
+    NoDirectory { path: String, why: ZkError },
     #[error("the session has ended: {0}")]
     SessionEnded(LossReason),
     #[error("the session is not proven to be alive at the moment, so nothing is granted on it")]
@@ -46,7 +51,9 @@ pub(crate) enum Failure {
     NoBases { path: String },
     #[error("no tokens are left at transaction {0}")]
     NoTokens(i64),
-    #[error("semaphore `{name}` is in use with {size} permits, not {wanted}")]
+    #[error(
+        "semaphore `{name}` is in use with {size} permits, not {wanted}; ask for the same number everywhere"
+    )]
     OtherSize {
         name: LockName,
         size: NonZeroU32,
@@ -112,10 +119,14 @@ fn advice(error: &ZkError) -> &'static str {
 }
 
 impl Failure {
-    /// Names what the request was about, if the user has no right to it.
+    /// Names what the request was about, if the user has no right to it, or it has no room for others.
     pub(crate) fn about(self, path: &str) -> Self {
         match self {
             Self::Server(why @ (ZkError::NoAuth | ZkError::InvalidAcl)) => Self::Denied {
+                path: path.to_owned(),
+                why,
+            },
+            Self::Server(why @ ZkError::NoChildrenForEphemerals) => Self::NoDirectory {
                 path: path.to_owned(),
                 why,
             },
@@ -131,6 +142,7 @@ impl Failure {
             Self::OtherSize { .. } => Error::invalid_option("permits", self.to_string()),
             Self::NoRuntime
             | Self::Denied { .. }
+            | Self::NoDirectory { .. }
             | Self::RuntimeGone
             | Self::NoLock { .. }
             | Self::NoBases { .. }
