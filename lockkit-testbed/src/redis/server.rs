@@ -147,7 +147,7 @@ impl RedisBuilder {
     }
 
     /// A member of a cluster that does not exist yet.
-    pub(super) fn cluster_node(mut self) -> Self {
+    pub fn cluster_node(mut self) -> Self {
         self.kind = Kind::ClusterNode;
         self
     }
