@@ -171,7 +171,7 @@ fn file_errors_are_those_of_the_catalogue() {
     );
     table.row(
         "a symbolic link above the directory leads nowhere",
-        says("No such file or directory", "a symbolic link above it").of("/gone/locks"),
+        says("is a symbolic link, not a directory", "choose another directory").of("/gone"),
         "Mount what it leads to, or correct it.",
         || {
             let dir = TempDir::new().unwrap();
@@ -247,7 +247,7 @@ fn file_errors_are_those_of_the_catalogue() {
     );
     table.row(
         "a file is in the place of the queue",
-        says("is something else, not a directory", "choose another directory").of("job.queue"),
+        says("Not a directory", "choose another directory").of("job.queue"),
         "Remove the file.",
         || {
             let dir = used();
@@ -265,7 +265,8 @@ fn file_errors_are_those_of_the_catalogue() {
         "Remove it.",
         || {
             let dir = used();
-            fs::create_dir_all(dir.path().join("lockkit/job.queue/00000000000000000001.0")).unwrap();
+            let ticket = format!("lockkit/job.queue/00000000000000000001.{}", "0".repeat(32));
+            fs::create_dir_all(dir.path().join(ticket)).unwrap();
             waiting(dir.path())
         },
     );

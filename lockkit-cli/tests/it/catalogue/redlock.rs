@@ -222,7 +222,7 @@ fn redlock_errors_are_those_of_the_catalogue() {
     );
     table.row(
         "a semaphore",
-        says("a majority of masters", "use redis:// on one master").of("semaphores"),
+        says("not supported", "use another backend").of("semaphores"),
         "Take another backend for it.",
         || {
             let (_masters, url) = three(plain);
@@ -230,30 +230,6 @@ fn redlock_errors_are_those_of_the_catalogue() {
                 let client = connect(&url).await.unwrap();
                 let tried = async { client.semaphore("job", 2)?.try_acquire().await };
                 alone(&tried.await.unwrap_err())
-            })
-        },
-    );
-    table.row(
-        "without the right to `evalsha`",
-        says("NOPERM", "docs/redis.md").of("'evalsha'"),
-        "Grant the user what [redis.md](redis.md#rights) lists.",
-        || {
-            let (_masters, url) = three(|_| {
-                RedisServer::builder()
-                    .user("poor", PASSWORD, "~* &* +@all -evalsha")
-                    .start()
-                    .unwrap()
-            });
-            let masters = url.trim_start_matches("redlock://");
-            let each: Vec<_> = masters
-                .split(',')
-                .map(|at| format!("poor:{PASSWORD}@{at}"))
-                .collect();
-            let url = format!("redlock://{}", each.join(","));
-            in_this_process(async {
-                // Whether a master votes is asked by a script, too.
-                let tried = async { connect(&url).await?.lock("job")?.try_acquire().await };
-                super::printed(&tried.await.unwrap_err(), &url)
             })
         },
     );
