@@ -32,7 +32,7 @@ use tokio::{sync::watch, time::Instant};
 
 pub use self::{
     config::{ServerUrl, Tls, check_certificates, check_duration},
-    secrets::Secrets,
+    secrets::{Secrets, shortened},
     servers::{ServerAddress, server, servers},
     unencrypted::Unencrypted,
 };

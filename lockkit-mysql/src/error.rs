@@ -2,7 +2,10 @@
 
 use std::io;
 
-use lockkit_core::{BoxError, Error, Result, spi::chain};
+use lockkit_core::{
+    BoxError, Error, Result,
+    spi::{chain, shortened},
+};
 use sqlx::mysql::MySqlDatabaseError;
 
 use crate::NAME;
@@ -193,9 +196,6 @@ pub(crate) fn failed(operation: &'static str, error: sqlx::Error) -> Error {
     }
 }
 
-/// The most characters of the server's words that somebody is to read.
-const MOST_WORDS: usize = 500;
-
 /// The error for a request that the server has refused, with what to do.
 #[derive(Debug, thiserror::Error)]
 #[error("{number} {words}{}", meaning(*.number).1.map_or_else(String::new, |advice| format!(" ({advice})")))]
@@ -207,7 +207,9 @@ struct Refusal {
 /// Returns the cause of an error, told once: the client library's errors repeat theirs.
 fn cause(operation: &'static str, error: sqlx::Error) -> BoxError {
     if let Some(number) = number(&error)
-        && let Some(words) = error.as_database_error().map(|error| shortened(error.message()))
+        && let Some(words) = error
+            .as_database_error()
+            .map(|error| shortened(error.message()).into_owned())
     {
         return Refusal { number, words }.into();
     }
@@ -218,14 +220,6 @@ fn cause(operation: &'static str, error: sqlx::Error) -> BoxError {
             io::Error::new(error.kind(), text).into()
         }
         error => chain(&error).into(),
-    }
-}
-
-/// Returns the server's words, as far as somebody is to read them.
-fn shortened(words: &str) -> String {
-    match words.char_indices().nth(MOST_WORDS) {
-        Some((end, _)) => format!("{}…", &words[..end]),
-        None => words.to_owned(),
     }
 }
 

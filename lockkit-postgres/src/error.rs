@@ -1,8 +1,11 @@
 //! Errors of the server and of connections to it, as errors of the core.
 
-use std::{borrow::Cow, io};
+use std::io;
 
-use lockkit_core::{BoxError, Error, Result, spi::chain};
+use lockkit_core::{
+    BoxError, Error, Result,
+    spi::{chain, shortened},
+};
 use tokio_postgres::error::{DbError, Severity};
 
 use crate::{NAME, replies::Misconduct};
@@ -25,9 +28,6 @@ pub(crate) mod code {
 /// operators and shutdowns do. A code that has one of `PERMANENT` does not.
 const PASSING: [&str; 5] = ["08", "40", "53", code::LOCK_NOT_AVAILABLE, "57"];
 const PERMANENT: [&str; 1] = [code::PROTOCOL_VIOLATION];
-
-/// The most characters of the server's words that are told.
-const MOST_WORDS: usize = 500;
 
 /// The reason why a request has no result.
 #[derive(Debug, thiserror::Error)]
@@ -160,14 +160,6 @@ fn cause(operation: &'static str, failure: Failure) -> BoxError {
     match io_cause(&library) {
         Some(error) => io::Error::new(error.kind(), text).into(),
         None => text.into(),
-    }
-}
-
-/// Returns the server's words, as far as somebody is to read them.
-fn shortened(words: &str) -> Cow<'_, str> {
-    match words.char_indices().nth(MOST_WORDS) {
-        Some((end, _)) => format!("{}…", &words[..end]).into(),
-        None => words.into(),
     }
 }
 

@@ -2,7 +2,7 @@
 
 use std::{io, sync::Arc};
 
-use lockkit_core::{BoxError, Error};
+use lockkit_core::{BoxError, Error, spi::shortened};
 use redis::{ErrorKind, RedisError, ServerErrorKind};
 
 use crate::script;
@@ -89,7 +89,7 @@ fn words(error: &RedisError) -> String {
         .strip_prefix("user_script:")
         .and_then(|own| own.split_once(": "))
     {
-        return own.to_owned();
+        return shortened(own).into_owned();
     }
     // The server's own advice is for those who type commands.
     let first = match detail
@@ -99,7 +99,7 @@ fn words(error: &RedisError) -> String {
         Some((first, _)) if detail.len() > MOST_WORDS => first,
         _ => detail,
     };
-    format!("{code} {}", first.trim_end_matches('.'))
+    shortened(&format!("{code} {}", first.trim_end_matches('.'))).into_owned()
 }
 
 const IN_SCRIPT: &str = " script: ";
