@@ -583,11 +583,6 @@ fn create_dirs(dir: &Path) -> Result<()> {
 fn give_new_dir(parent: &OwnedFd, name: &OsStr, user: Uid, group: Gid) -> Result<(), Errno> {
     let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
     let made = openat(parent, name, flags, Mode::empty())?;
-    for entry in Dir::read_from(&made)? {
-        if !matches!(entry?.file_name().to_bytes(), b"." | b"..") {
-            return Ok(());
-        }
-    }
     if fstat(&made)?.st_uid == 0 {
         fchown(&made, Some(user), Some(group))?;
     }
