@@ -49,8 +49,8 @@ pub(crate) const COMMON_SETTINGS: &str = "sql_mode='STRICT_TRANS_TABLES,NO_ENGIN
 /// A connection is dead if a reply takes longer. All its statements are short.
 const DEAD_AFTER: Duration = Duration::from_secs(5);
 
-/// The time after which work ends that has no reply. Whoever waits for it gives up before, unless nobody polls it: then all others would wait
-/// for its connection, which the next one finds dead.
+/// The time after which work ends that has no reply, whatever `op_timeout` allows. Where nobody polls it, all others would wait for its
+/// connection for as long as that seems to be there. The next one finds it dead.
 const ENDS_AFTER: Duration = Duration::from_secs(30);
 
 /// All work with the connection is done in tasks of the client's runtime: an inspection that nobody polls for a while would otherwise keep the

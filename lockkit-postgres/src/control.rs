@@ -25,8 +25,8 @@ use crate::{
 /// A connection is dead if a reply takes longer. All its statements are short.
 pub(crate) const DEAD_AFTER: Duration = Duration::from_secs(5);
 
-/// The time after which work ends that has no reply. Whoever waits for it gives up before, unless nobody polls it: then all others would wait
-/// for its connection, which the next one finds dead.
+/// The time after which work ends that has no reply, whatever `op_timeout` allows. Where nobody polls it, all others would wait for its
+/// connection for as long as that seems to be there. The next one finds it dead.
 const ENDS_AFTER: Duration = Duration::from_secs(30);
 
 /// The time after which a session that had not read its request is looked at again.
