@@ -167,8 +167,8 @@ impl There {
             "a sequence lockkit.token whose numbers may be granted twice or out of order; run: ALTER SEQUENCE lockkit.token \
              INCREMENT BY 1024 CACHE 1 NO CYCLE"
         } else if self.unlogged != self.tables {
-            "tables in the schema lockkit that survive a crash, by whose absence it is noticed; run ALTER TABLE … SET UNLOGGED for \
-             lockkit.epoch, lockkit.holder and lockkit.semaphore"
+            "tables in the schema lockkit that survive a crash, by whose absence it is noticed; run: ALTER TABLE lockkit.epoch SET \
+             UNLOGGED; ALTER TABLE lockkit.holder SET UNLOGGED; ALTER TABLE lockkit.semaphore SET UNLOGGED"
         } else {
             return Ok(());
         };

@@ -326,12 +326,6 @@ fn postgres_errors_are_those_of_the_catalogue() {
         || changed(server, "cached", "ALTER SEQUENCE lockkit.token CACHE 10"),
     );
     table.row(
-        "a table was made to survive a crash",
-        says("survive a crash", "run ALTER TABLE").of("lockkit.holder"),
-        "Run what it says.",
-        || changed(server, "logged", "ALTER TABLE lockkit.holder SET LOGGED"),
-    );
-    table.row(
         "a table has another layout",
         says("does not exist", "drop the schema lockkit").of("label"),
         "Stop all clients and drop the schema; the next acquisition makes it. Then raise the tokens above the highest `last_token`.",
