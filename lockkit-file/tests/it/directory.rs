@@ -161,7 +161,7 @@ async fn a_link_in_the_place_of_the_permits_is_refused() {
         );
     }
     let precious = elsewhere.path().join("0");
-    assert_eq!(files(elsewhere.path()), [precious.clone()]);
+    assert_eq!(files(elsewhere.path()), std::slice::from_ref(&precious));
     assert_eq!(fs::read_to_string(precious).unwrap(), "precious");
 }
 

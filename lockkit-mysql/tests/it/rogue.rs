@@ -403,7 +403,7 @@ async fn a_marker_that_no_server_gives_is_refused(flavour: Flavour) {
         .unwrap();
     let cycle = async {
         let client = connect(config(addr)).await?;
-        client.lock(&name("marker"))?.acquire().await
+        client.lock(name("marker"))?.acquire().await
     };
     let error = cycle.await.unwrap_err();
     let text = chain(&error);

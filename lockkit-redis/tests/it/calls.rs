@@ -164,7 +164,7 @@ impl<'a> Ring<'a> {
             step(self).await;
         }
         let servers = u32::try_from(self.servers.len()).unwrap();
-        (self.worked() - before) / (TIMED * servers)
+        self.worked().saturating_sub(before) / (TIMED * servers)
     }
 
     /// Returns how long the servers together have worked on requests for a lock.
