@@ -27,6 +27,7 @@ use tokio::{
         BufWriter, copy, split,
     },
     net::{TcpListener, TcpStream},
+    sync::oneshot,
     task::coop::consume_budget,
     time::timeout as within,
 };
@@ -158,11 +159,14 @@ impl Relay {
         first[TIMEOUT_AT..TIMEOUT_AT + 4].copy_from_slice(&timeout.to_be_bytes());
         let (mut from_library, mut to_library) = library.split();
         let (mut from_server, mut to_server) = split(self.server);
+        let (answers, answered) = oneshot::channel();
         let mut requests = Box::pin(async {
             to_server.write_all(&packet(&first)).await?;
             to_server.flush().await?;
             if let Some(credentials) = &credentials {
                 let auth = receive(&mut from_library).await?;
+                // A server that meets it before the session has begun may close the connection: one with TLS, which reads by Netty.
+                let _ = answered.await;
                 to_server
                     .write_all(&packet(&with_credentials(&auth, credentials)?))
                     .await?;
@@ -171,7 +175,7 @@ impl Relay {
             copy(&mut from_library, &mut to_server).await?;
             to_server.shutdown().await
         });
-        let mut replies = Box::pin(pass_on(&mut from_server, &mut to_library));
+        let mut replies = Box::pin(pass_on(&mut from_server, &mut to_library, answers));
         tokio::select! {
             ended = &mut replies => ended.or_else(failed),
             sent = &mut requests => match sent {
@@ -198,8 +202,13 @@ pub(crate) async fn connect(host: &str) -> Result<TcpStream> {
     Ok(stream)
 }
 
-/// Passes on packets until the server ends its connection, or does not keep to the bounds.
-async fn pass_on(server: impl AsyncRead + Unpin, library: impl AsyncWrite + Unpin) -> io::Result<()> {
+/// Passes on packets until the server ends its connection, or does not keep to the bounds. Says when the first one has come.
+async fn pass_on(
+    server: impl AsyncRead + Unpin,
+    library: impl AsyncWrite + Unpin,
+    answers: oneshot::Sender<()>,
+) -> io::Result<()> {
+    let mut answers = Some(answers);
     let (mut server, mut library) = (BufReader::new(server), BufWriter::new(library));
     let mut leave = MOST_EVENTS;
     loop {
@@ -213,6 +222,9 @@ async fn pass_on(server: impl AsyncRead + Unpin, library: impl AsyncWrite + Unpi
             return Ok(());
         }
         let head = server.read_u32().await?;
+        if let Some(answers) = answers.take() {
+            let _ = answers.send(());
+        }
         let (length, mut number) = (head as usize, [0; EVENT.len()]);
         let known = length.min(number.len());
         server.read_exact(&mut number[..known]).await?;
@@ -368,7 +380,7 @@ mod tests {
     /// Returns how passing these bytes on ends, and how much was passed on.
     async fn passed(bytes: &[u8]) -> (io::Result<()>, usize) {
         let mut library = Vec::new();
-        let ended = pass_on(bytes, &mut library).await;
+        let ended = pass_on(bytes, &mut library, oneshot::channel().0).await;
         assert!(bytes.starts_with(&library), "as they are");
         (ended, library.len())
     }

@@ -392,6 +392,22 @@ async fn a_password_in_the_clear_is_warned_about_once() {
     assert_eq!(warned(open).await, 1);
 }
 
+/// A server with TLS reads by Netty at both ports, and closes a connection whose credentials come before its session has begun.
+#[tokio::test]
+async fn a_user_gets_each_session_of_a_server_with_tls() {
+    if no_zookeeper() {
+        return;
+    }
+    let certificates = certificates();
+    let server = server(&certificates, "none");
+    let mut open = trusting(server.addr(), &certificates);
+    (open.tls, open.ca) = (Tls::Off, None);
+    for _ in 0..60 {
+        let connected = lockkit_zk::ZkBackend::connect(open.clone()).await;
+        connected.unwrap_or_else(|error| panic!("{}", chain(&error)));
+    }
+}
+
 /// An address of this machine from which connections are passed on.
 async fn leads_to(at: IpAddr, server: SocketAddr) -> SocketAddr {
     let listener = TcpListener::bind((at, 0)).await.unwrap();
