@@ -3,6 +3,9 @@
 //!
 //! `cargo bench -p lockkit-benches --bench metrics` builds itself a second time, with the feature. One process of each build is
 //! connected to one private Redis server, and they take turns.
+//!
+//! `taskset -c 1` before it has them and the server on one processor. Else a cycle takes 45 or 190 µs, by whether its process happens to
+//! share the server's, and that of one build may stay at the one and that of the other at the other.
 
 use std::{
     env,

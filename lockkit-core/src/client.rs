@@ -340,7 +340,7 @@ impl LockClient {
     ///
     /// # tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap().block_on(async {
     /// let client = LockClient::new(MemoryBackend::new());
-    /// let before = FencingToken::new(1_764_000_000_000_000); // that of the backend before
+    /// let before = FencingToken::new(4_000_000_000_000_000); // that of the backend before
     /// assert_eq!(client.raise_fence(before).await?, before);
     /// assert!(client.lock("job")?.acquire().await?.token() > before);
     /// assert!(client.raise_fence(FencingToken::new(7)).await? > before, "what is there is higher");
