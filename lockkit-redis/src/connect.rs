@@ -236,7 +236,9 @@ impl Connector {
         let first = self.right.load(Ordering::Relaxed);
         for n in (0..hosts.len()).map(|n| (first + n) % hosts.len()) {
             match self.ask_sentinel(n, master).await {
-                Err(err) => silent = Some(err),
+                // One that is wrong for good does not speak for those that may answer later.
+                Err(err) if err.is_transient() || silent.is_none() => silent = Some(err),
+                Err(_) => {}
                 Ok(named) if tried.contains(&named) => {}
                 Ok(named) => match self.connect_to(&named, channel, &on_push()).await {
                     Ok(established) => {

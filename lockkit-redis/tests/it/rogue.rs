@@ -5,7 +5,7 @@ use std::net::{Ipv4Addr, SocketAddr};
 use lockkit_conformance::Traces;
 use lockkit_core::{Error, LockClient, spi::chain};
 use lockkit_redis::{RedisConfig, RedlockBackend, RedlockConfig};
-use lockkit_testbed::{hangs_up, own_address, redis::RedisServer};
+use lockkit_testbed::{Port, hangs_up, own_address, redis::RedisServer};
 use tokio::{
     io::{AsyncReadExt as _, AsyncWriteExt as _},
     net::{TcpListener, TcpStream},
@@ -112,15 +112,20 @@ async fn a_login_that_a_sentinels_master_repeats_is_not_shown() {
     check(&error.expect("it is refused"), &traces);
 }
 
-/// The login would go to whoever listens at that socket, and without TLS, also where the URL wants it.
-#[tokio::test]
-async fn a_sentinel_that_names_a_unix_socket_is_refused() {
-    let addr = rogue(|command, _| match command.split(' ').next() {
+/// A sentinel that names a Unix socket.
+async fn socket_teller() -> SocketAddr {
+    rogue(|command, _| match command.split(' ').next() {
         Some("HELLO") => "%1\r\n$5\r\nproto\r\n:3\r\n".to_owned(),
         Some("SENTINEL") => "*2\r\n$15\r\n/run/redis.sock\r\n$4\r\n6379\r\n".to_owned(),
         _ => "+OK\r\n".to_owned(),
     })
-    .await;
+    .await
+}
+
+/// The login would go to whoever listens at that socket, and without TLS, also where the URL wants it.
+#[tokio::test]
+async fn a_sentinel_that_names_a_unix_socket_is_refused() {
+    let addr = socket_teller().await;
     let mut config = RedisConfig::new(format!("redis://app:{ENCODED}@{addr}"));
     config.sentinel = Some("main".to_owned());
     let error = within(LONG, "an end", connect(config)).await.err();
@@ -131,6 +136,22 @@ async fn a_sentinel_that_names_a_unix_socket_is_refused() {
         text.contains("names a path in place of the master's host"),
         "{text}"
     );
+}
+
+/// They may come back, and name the master.
+#[tokio::test]
+async fn a_rogue_sentinel_does_not_speak_for_those_that_are_down() {
+    let rogue = socket_teller().await.to_string();
+    let down = [Port::reserve().unwrap(), Port::reserve().unwrap()];
+    let [one, two] = down.each_ref().map(|port| port.addr().to_string());
+    for sentinels in [[&one, &two, &rogue], [&rogue, &one, &two]] {
+        let sentinels = sentinels.map(String::as_str).join(",");
+        let mut config = RedisConfig::new(format!("redis://{sentinels}"));
+        config.sentinel = Some("main".to_owned());
+        let error = within(LONG, "an end", connect(config)).await.err();
+        let error = error.expect("nobody names the master");
+        assert!(error.is_transient(), "{}", chain(&error));
+    }
 }
 
 /// Passes on all but the calls of scripts that begin with a hash.
