@@ -33,7 +33,7 @@ use crate::certificates::{self, Trust};
 use crate::{
     config::{Address, RedisConfig, is_path, shown},
     connection_io::{ConnectionIo, IoHandle},
-    error::{NAME, failed},
+    error::{NAME, NO_MASTER, failed, words},
     intake::{BoundedStream, Intake},
     layout,
     redlock::RestartQuarantine,
@@ -75,6 +75,8 @@ pub(crate) struct ServerInfo {
     /// Its `maxmemory-policy`.
     pub(crate) eviction: String,
     pub(crate) role: Role,
+    /// What to do once it is a replica.
+    pub(crate) if_replica: &'static str,
 }
 
 /// The part that the server plays for its client.
@@ -199,6 +201,15 @@ impl Connector {
         &self.address.secrets
     }
 
+    /// Returns what to do about a replica. Only sentinels tell the client of another server.
+    fn if_replica(&self) -> &'static str {
+        match (&self.quarantine, &self.sentinel) {
+            (Some(_), _) => "make it a master, or name another in its place",
+            (None, Some(_)) => "wait until the sentinels name another",
+            (None, None) => NO_MASTER,
+        }
+    }
+
     /// Returns the server's address, without credentials.
     pub(crate) fn server(&self) -> String {
         self.address.server(self.sentinel.as_deref())
@@ -311,7 +322,7 @@ impl Connector {
             return Err(cluster());
         }
         if field("role") != "master" {
-            let reason = format!("{} is a replica; locks need the master", shown(host, port));
+            let reason = format!("{} is a replica: {}", shown(host, port), self.if_replica());
             return Err(match self.quarantine {
                 None => Error::transient(NAME, "connect", reason),
                 // Nothing promotes or demotes Redlock's masters.
@@ -338,7 +349,12 @@ impl Connector {
                 Role::Only(command.map_err(connecting)?)
             }
             Some((quarantine, master)) => {
-                Role::Voter(quarantine.greet(*master, &run_id, &mut connection).await?)
+                let named = shown(host, port);
+                Role::Voter(
+                    quarantine
+                        .greet(*master, &named, &run_id, &mut connection)
+                        .await?,
+                )
             }
         };
         Ok(Established {
@@ -356,6 +372,7 @@ impl Connector {
                     .blank(&field("maxmemory_policy"))
                     .into_owned(),
                 role,
+                if_replica: self.if_replica(),
             },
         })
     }
@@ -429,9 +446,23 @@ impl Connector {
         let stream = BoundedStream::new(stream, intake.clone());
         let (stream, io) = MultiplexedConnection::new_with_config(settings, stream, config)
             .await
-            .map_err(|error| login_failed(intake.explain(error)))?;
+            .map_err(|error| self.login_failed(intake.explain(error)))?;
         let io = self.connection_io.get_or_init(ConnectionIo::start).run(io);
         Ok(Opened { stream, io, intake })
+    }
+
+    /// Converts an error of the login.
+    fn login_failed(&self, error: RedisError) -> Error {
+        // Each of several masters has credentials of its own.
+        if self.quarantine.is_some() && self.address.password.is_none() && error.code() == Some("NOAUTH") {
+            let words = words(&error);
+            return Error::permanent(
+                NAME,
+                "connect",
+                format!("{words} (write its password before this master: redlock://a,b,:password@c)"),
+            );
+        }
+        login_failed(error)
     }
 }
 
@@ -489,7 +520,7 @@ fn login_failed(error: RedisError) -> Error {
         return Error::permanent(
             NAME,
             "connect",
-            "the server does not know HELLO: take Redis 6 or newer, with that command",
+            "the server does not know HELLO: take Redis 6 or newer, and do not rename that command",
         );
     }
     if text.contains("cluster mode") {
@@ -500,7 +531,7 @@ fn login_failed(error: RedisError) -> Error {
         return Error::permanent(
             NAME,
             "connect",
-            format!("{words} (correct the database in the URL, or raise the server's `databases`)"),
+            format!("{words} (correct the database in the URL, to the one that all clients use)"),
         );
     }
     failed("connect", error)

@@ -217,7 +217,7 @@ impl ManagedConnection {
             return Ok(());
         }
         report_broken(&self.last_broken, connection.number);
-        Err(demoted(operation))
+        Err(demoted(operation, connection.server().if_replica))
     }
 
     /// Runs a script on this connection, which may have been replaced meanwhile.
@@ -235,7 +235,8 @@ impl ManagedConnection {
             // The server forgot it: after SCRIPT FLUSH, or as a replica that was promoted.
             reply = self.send(connection, &call.in_full()).await;
         }
-        reply.map_err(|error| failed_at(operation, &error, call.key()))
+        let if_replica = connection.server().if_replica;
+        reply.map_err(|error| failed_at(operation, &error, call.key(), if_replica))
     }
 
     /// Deletes a key that has this value, by the server's own command. Returns `false` if the key has another value, or if the

@@ -5,29 +5,36 @@ use std::{io, sync::Arc};
 use lockkit_core::{BoxError, Error, spi::shortened};
 use redis::{ErrorKind, RedisError, ServerErrorKind};
 
-use crate::script;
+use crate::{layout, script};
 
 pub(crate) const NAME: &str = "redis";
 
 /// Converts an error of `operation`. Unless the server refused it, its outcome is unknown.
 #[expect(clippy::needless_pass_by_value, reason = "as `map_err` has it")]
 pub(crate) fn failed(operation: &'static str, error: RedisError) -> Error {
-    failed_at(operation, &error, None)
+    failed_at(operation, &error, None, NO_MASTER)
 }
 
-/// Converts an error of `operation`, which asked for this key.
-pub(crate) fn failed_at(operation: &'static str, error: &RedisError, key: Option<&[u8]>) -> Error {
+/// Converts an error of `operation`, which asked for this key at a server for which this is to be done `if_replica`.
+pub(crate) fn failed_at(
+    operation: &'static str,
+    error: &RedisError,
+    key: Option<&[u8]>,
+    if_replica: &str,
+) -> Error {
     let code = code(error).to_owned();
     let detail = error.detail().unwrap_or_default();
     let is_full = detail.starts_with(TOO_MANY_CLIENTS);
     let lacks_a_right = code == "NOPERM" || detail.starts_with(NO_RIGHT_IN_SCRIPT);
     let advice = match (error.kind(), code.as_str()) {
-        (_, "READONLY") => Some(DEMOTED.to_owned()),
+        (_, "READONLY") => Some(now_replica(if_replica)),
         (_, "WRONGTYPE") => Some(format!(
-            "{} holds something else than a lock: choose another namespace, or delete it if nobody needs it",
+            "{} holds something else than a lock, perhaps another program's: choose another namespace for all clients",
             named(key, "the key")
         )),
-        (_, "OOM") => Some("the server's memory is full: raise its `maxmemory`".to_owned()),
+        (_, "OOM") => {
+            Some("the server's memory is full: raise its `maxmemory`, and let it evict no locks".to_owned())
+        }
         (_, "MISCONF") => Some("the server refuses writes: look at its log".to_owned()),
         (_, "NOREPLICAS") => Some("the server refuses writes: look at its `INFO replication`".to_owned()),
         (_, "LOADING") => Some("wait until it has".to_owned()),
@@ -35,6 +42,11 @@ pub(crate) fn failed_at(operation: &'static str, error: &RedisError, key: Option
             Some("check user and password in the URL".to_owned())
         }
         _ if is_full => Some("raise its `maxclients`, or end clients of other programs".to_owned()),
+        // It is tried again, and renewed no more. A script may have ended the hold before it came to what it may not do.
+        _ if lacks_a_right && operation == "release" => Some(format!(
+            "{}; the lock may stay taken until its lease ends",
+            missing_right(error, key)
+        )),
         _ if lacks_a_right => Some(missing_right(error, key)),
         _ if operation != "connect" && breaks_connection(error) => {
             Some("the client connects again by itself".to_owned())
@@ -67,7 +79,8 @@ pub(crate) fn failed_at(operation: &'static str, error: &RedisError, key: Option
     }
 }
 
-const DEMOTED: &str = "the server is a replica now; the client looks for the master by itself";
+/// What to do about a replica of which nobody tells the master.
+pub(crate) const NO_MASTER: &str = "give the address of its master, or the sentinels'";
 /// The words of a server that takes no more connections.
 const TOO_MANY_CLIENTS: &str = "max number of clients";
 /// The words of Redis 7 if a script runs a command, or asks for a key, without the right to it. It does not say which.
@@ -75,8 +88,12 @@ const NO_RIGHT_IN_SCRIPT: &str = "The user executing the script can't";
 /// The most bytes of the server's words. What is longer ends with its first sentence.
 const MOST_WORDS: usize = 180;
 
+fn now_replica(if_replica: &str) -> String {
+    format!("the server is a replica now: {if_replica}")
+}
+
 /// Returns the server's own words, once. Leaves out where in a script they were said.
-fn words(error: &RedisError) -> String {
+pub(crate) fn words(error: &RedisError) -> String {
     let (Some(code), Some(detail)) = (error.code(), error.detail()) else {
         if error.kind() == ErrorKind::Parse {
             return "the answer is no reply of Redis".to_owned();
@@ -114,12 +131,22 @@ fn missing_right(error: &RedisError, key: Option<&[u8]>) -> String {
         script::commands(digest, line)
     });
     let what = match (commands, key) {
-        (Some(commands), Some(key)) => format!("it runs {commands} for {}; ", named(Some(key), "")),
-        (Some(commands), None) => format!("it runs {commands}; "),
+        (Some((commands, is_counter)), Some(key)) => {
+            let counter = if is_counter {
+                format!(" on `{}`", String::from_utf8_lossy(&layout::fence(key)))
+            } else {
+                String::new()
+            };
+            format!(
+                "the script for {} runs {commands}{counter}; ",
+                named(Some(key), "")
+            )
+        }
+        (Some((commands, _)), None) => format!("the script runs {commands}; "),
         (None, Some(key)) => format!("for {}; ", named(Some(key), "")),
         (None, None) => String::new(),
     };
-    format!("{what}grant the user the commands and keys that docs/redis.md lists")
+    format!("{what}grant the user the commands, keys and channels that docs/redis.md lists")
 }
 
 fn named(key: Option<&[u8]>, unknown: &str) -> String {
@@ -153,8 +180,8 @@ pub(crate) fn disconnected(operation: &'static str, why: &str) -> Error {
 }
 
 /// Returns the error of an operation that a replica has answered.
-pub(crate) fn demoted(operation: &'static str) -> Error {
-    Error::transient(NAME, operation, DEMOTED)
+pub(crate) fn demoted(operation: &'static str, if_replica: &str) -> Error {
+    Error::transient(NAME, operation, now_replica(if_replica))
 }
 
 /// Returns the error for a reply that none of the scripts gives.

@@ -108,6 +108,11 @@ pub(crate) fn new_client(namespace: &str, takes_hand_offs: bool) -> String {
     own(namespace, &name)
 }
 
+/// The key of the counter of tokens by which the lock with this key goes, where there is one master.
+pub(crate) fn fence(lock: &[u8]) -> Vec<u8> {
+    own_of(lock, "fence")
+}
+
 /// The key of a lock's queue.
 pub(crate) fn queue(lock: &[u8]) -> Vec<u8> {
     [&own_of(lock, "queue:{"), lock, b"}"].concat()

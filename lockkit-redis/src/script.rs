@@ -167,8 +167,9 @@ pub(crate) async fn load(scripts: &[&Script], connection: &mut MultiplexedConnec
     refused.map_or(Ok(()), Err)
 }
 
-/// Returns the commands in a line of the script with this digest, the first line being 1: `PTTL, PEXPIRE`.
-pub(crate) fn commands(digest: &str, line: usize) -> Option<String> {
+/// Returns the commands in a line of the script with this digest, the first line being 1: `PTTL, PEXPIRE`. And whether they are for
+/// the counter of the namespace's tokens, and nothing else.
+pub(crate) fn commands(digest: &str, line: usize) -> Option<(String, bool)> {
     let script = ALL
         .iter()
         .chain(&REDLOCK)
@@ -179,7 +180,9 @@ pub(crate) fn commands(digest: &str, line: usize) -> Option<String> {
         .skip(1)
         .filter_map(|rest| rest.split('\'').next())
         .collect();
-    (!commands.is_empty()).then(|| commands.join(", "))
+    let is_for_counter =
+        commands.len() == line.matches("', fence").count() + line.matches("', OWN .. 'fence'").count();
+    (!commands.is_empty()).then(|| (commands.join(", "), is_for_counter))
 }
 
 /// A Lua script of one lock, or of a master's marker.

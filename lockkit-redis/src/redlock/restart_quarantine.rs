@@ -44,6 +44,8 @@ pub(crate) struct RestartQuarantine {
 #[derive(Clone, Debug, Default)]
 struct Process {
     run_id: String,
+    /// Host and port by which it was reached.
+    server: String,
     /// The master had a marker when the client connected.
     had_marker: bool,
     standing: Standing,
@@ -80,6 +82,7 @@ impl RestartQuarantine {
     pub(crate) async fn greet(
         &self,
         master: usize,
+        server: &str,
         run_id: &str,
         connection: &mut MultiplexedConnection,
     ) -> Result<String> {
@@ -117,13 +120,17 @@ impl RestartQuarantine {
         }
         let mut processes = self.processes.lock();
         let mut others = processes.iter().enumerate().filter(|(other, _)| *other != master);
-        if others.any(|(_, other)| other.run_id == run_id) {
-            return refused("it is the same server as another of the masters; name each once".to_owned());
+        if let Some((_, other)) = others.find(|(_, other)| other.run_id == run_id) {
+            return refused(format!(
+                "it is the same server as {}; name another in place of one",
+                other.server
+            ));
         }
         let process = &mut processes[master];
         if process.run_id != run_id {
             *process = Process {
                 run_id: run_id.to_owned(),
+                server: server.to_owned(),
                 ..Process::default()
             };
         }

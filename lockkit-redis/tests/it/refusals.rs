@@ -293,6 +293,7 @@ async fn a_hand_off_that_may_not_be_written_is_not_pushed() {
     let refused = held.release().await.unwrap_err();
     let text = shown(&refused);
     assert!(text.contains("ZREM") && text.contains("docs/redis.md"), "{text}");
+    assert!(text.contains("may stay taken until its lease ends"), "{text}");
     assert_eq!(pushes(), before, "told of what is not written");
     waiters(&server, "a", 1).await;
     waiting.abort();

@@ -155,8 +155,11 @@ fn redis_errors_are_those_of_the_catalogue() {
     );
     table.row(
         "the server has no such database",
-        says("DB index is out of range", "correct the database in the URL"),
-        "Correct the number in the URL, or raise `databases`.",
+        says(
+            "DB index is out of range",
+            "correct the database in the URL, to the one that all clients use",
+        ),
+        "Correct the number in the URL: clients of other databases lock something else.",
         || connecting(&format!("redis://{at}/99")),
     );
     for (what, user, right) in [
@@ -190,13 +193,13 @@ fn redis_errors_are_those_of_the_catalogue() {
         (
             "without the right to the counter's key",
             "counter",
-            "GET",
+            "runs GET on `lockkit:lockkit#fence`",
             key_in_script,
         ),
         (
             "without the right to `get`, which a script needs",
             "get",
-            "GET",
+            "the script for `lockkit:job` runs GET;",
             in_script,
         ),
         (
@@ -232,7 +235,9 @@ fn redis_errors_are_those_of_the_catalogue() {
         let (url, other) = (as_user(user), as_user("locker"));
         table.row(
             what,
-            says(in_script, "docs/redis.md").of(right),
+            says(in_script, "docs/redis.md")
+                .of(right)
+                .of("may stay taken until its lease ends"),
             rights,
             move || {
                 in_this_process(async {
@@ -253,7 +258,7 @@ fn redis_errors_are_those_of_the_catalogue() {
     }
     table.row(
         "the lock's key holds something else",
-        says("WRONGTYPE", "choose another namespace").of("`taken:job`"),
+        says("WRONGTYPE", "choose another namespace for all clients").of("`taken:job`"),
         "Find out whose it is: it may be another program's lock. Take another namespace for all clients.",
         || {
             users.cli(&["RPUSH", "taken:job", "x"]).unwrap();
@@ -314,8 +319,8 @@ fn redis_errors_are_those_of_the_catalogue() {
     );
     table.row(
         "the server's memory is full",
-        says("OOM", "raise its `maxmemory`"),
-        "Raise `maxmemory`, or free memory.",
+        says("OOM", "raise its `maxmemory`, and let it evict no locks"),
+        "Raise `maxmemory`, or free memory. Leave `maxmemory-policy` at `noeviction`.",
         || {
             let server = RedisServer::builder()
                 .max_memory(1, "noeviction")
@@ -339,8 +344,11 @@ fn redis_errors_are_those_of_the_catalogue() {
     );
     table.row(
         "the server is a replica",
-        says("is a replica", "locks need the master"),
-        "Give the master's address, or the sentinels.",
+        says(
+            "is a replica",
+            "give the address of its master, or the sentinels'",
+        ),
+        "Give the master's address, or the sentinels' with the option `sentinel`.",
         || {
             let replica = RedisServer::builder().replica_of(users.addr()).start().unwrap();
             connecting(replica.url())
@@ -348,8 +356,8 @@ fn redis_errors_are_those_of_the_catalogue() {
     );
     table.row(
         "the server was made a replica while its client was connected",
-        says("READONLY", "looks for the master by itself"),
-        "Wait for the client to find the new master, or give its address.",
+        says("READONLY", "give the address of its master, or the sentinels'"),
+        "Give the master's address. Only a client of sentinels finds it by itself.",
         || {
             let server = RedisServer::plain().unwrap();
             let port = users.addr().port().to_string();
@@ -375,8 +383,8 @@ fn redis_errors_are_those_of_the_catalogue() {
     );
     table.row(
         "the server is older than Redis 6",
-        says("does not know HELLO", "take Redis 6 or newer"),
-        "Take a newer server.",
+        says("does not know HELLO", "take Redis 6 or newer, and do not rename"),
+        "Take a newer server, or leave out its `rename-command HELLO`.",
         || {
             let server = RedisServer::builder()
                 .directive("rename-command", &["HELLO", ""])

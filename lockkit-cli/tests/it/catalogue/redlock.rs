@@ -77,8 +77,8 @@ fn redlock_errors_are_those_of_the_catalogue() {
     );
     table.row(
         "a master is a replica",
-        says("is a replica", "locks need the master"),
-        "Name its master, or take it off the list.",
+        says("is a replica", "make it a master, or name another in its place"),
+        "Make it a master of its own (`REPLICAOF NO ONE`), or name another in its place. The number of masters stays odd.",
         || {
             let first = RedisServer::plain().unwrap();
             let at = first.addr();
@@ -114,8 +114,8 @@ fn redlock_errors_are_those_of_the_catalogue() {
     );
     table.row(
         "the memory of two of three masters is full",
-        says("OOM", "raise its `maxmemory`"),
-        "Raise `maxmemory`, or free memory.",
+        says("OOM", "raise its `maxmemory`, and let it evict no locks"),
+        "Raise `maxmemory`, or free memory. Leave `maxmemory-policy` at `noeviction`.",
         || {
             let (masters, url) = three(plain);
             voting(&url, || {
@@ -127,7 +127,10 @@ fn redlock_errors_are_those_of_the_catalogue() {
     );
     table.row(
         "one of the masters asks for a password",
-        says("NOAUTH", "check user and password in the URL"),
+        says(
+            "NOAUTH",
+            "write its password before this master: redlock://a,b,:password@c",
+        ),
         "Write it before that master: `redlock://a,b,:password@c`.",
         || {
             let (_masters, url) = three(|n| {
@@ -159,7 +162,7 @@ fn redlock_errors_are_those_of_the_catalogue() {
     );
     table.row(
         "two masters are one server by two names",
-        says("the same server as another", "name each once"),
+        says("the same server as", "name another in place of one"),
         "Name three servers.",
         || {
             let [one, other] = [plain(0), plain(1)];
@@ -172,7 +175,7 @@ fn redlock_errors_are_those_of_the_catalogue() {
     );
     table.row(
         "two masters are two databases of one server",
-        says("are the same server", "name each once").of("masters 1 and 3"),
+        says("are the same server", "name another in place of one").of("masters 1 and 3"),
         "Name three servers.",
         || connecting("redlock://a/1,b,a/2"),
     );
@@ -245,7 +248,7 @@ fn redlock_errors_are_those_of_the_catalogue() {
             "two of three masters are replicas since",
             &["REPLICAOF", "127.0.0.1", "1"][..],
             "READONLY",
-            "is a replica now",
+            "make it a master",
             "Make them masters again.",
         ),
     ] {
