@@ -251,6 +251,11 @@ impl Shared {
         &self.layout
     }
 
+    /// Returns the error for a caller of `operation`. It names the keys of this namespace.
+    pub(crate) fn error(&self, operation: &'static str, failure: Failure) -> Error {
+        failure.about(self.layout.root()).during(operation)
+    }
+
     /// Returns the contenders whose keys begin with this prefix.
     pub(crate) async fn read_queue(&self, queue: &str) -> error::Result<Vec<KeyValue>> {
         let (key, range_end) = prefix(queue);
@@ -416,7 +421,7 @@ impl Backend for EtcdBackend {
 
     async fn inspect(&self, name: &LockName, kind: LockKind) -> Result<LockState> {
         let looked = self.look(name, kind).await;
-        looked.map_err(|failure| failure.about(self.shared.layout.root()).during("inspect"))
+        looked.map_err(|failure| self.shared.error("inspect", failure))
     }
 
     fn list(&self, prefix: &str) -> Result<Box<dyn Lister>> {
@@ -425,25 +430,27 @@ impl Backend for EtcdBackend {
 
     async fn revoke(&self, name: &LockName, kind: LockKind, token: FencingToken) -> Result<Option<Lease>> {
         let asked = self.ask_back(name, kind, token).await;
-        asked.map_err(|failure| failure.during("revoke"))
+        asked.map_err(|failure| self.shared.error("revoke", failure))
     }
 
     async fn watch(&self, name: &LockName, kind: LockKind) -> Result<Option<Box<dyn HolderWatch>>> {
         let queue = self.shared.layout.queue(name, kind);
         let watch = EtcdWatch::begin(self.shared.clone(), queue, kind).await;
-        Ok(Some(Box::new(watch.map_err(|failure| failure.during("watch"))?)))
+        Ok(Some(Box::new(
+            watch.map_err(|failure| self.shared.error("watch", failure))?,
+        )))
     }
 
     async fn revoke_by_force(&self, name: &LockName, kind: LockKind, token: FencingToken) -> Result<bool> {
         let ended = self.end(name, kind, token).await;
-        ended.map_err(|failure| failure.during("revoke"))
+        ended.map_err(|failure| self.shared.error("revoke", failure))
     }
 
     async fn fence(&self) -> Result<FencingToken> {
         let fence = self.shared.raise_fence(0).await;
         fence
             .map(FencingToken::new)
-            .map_err(|failure| failure.during("fence"))
+            .map_err(|failure| self.shared.error("fence", failure))
     }
 
     async fn raise_fence(&self, above: FencingToken) -> Result<FencingToken> {
@@ -451,7 +458,7 @@ impl Backend for EtcdBackend {
         let fence = self.shared.raise_fence(above.get()).await;
         fence
             .map(FencingToken::new)
-            .map_err(|failure| failure.during("raise"))
+            .map_err(|failure| self.shared.error("raise", failure))
     }
 
     async fn close(&self) -> Result<()> {

@@ -99,12 +99,12 @@ impl EtcdClaim {
 impl Claim for EtcdClaim {
     async fn attempt(&mut self, patience: Duration) -> lockkit_core::Result<Option<Grant>> {
         let granted = self.try_once(!patience.is_zero()).await;
-        granted.map_err(|failure| failure.about(self.shared.layout().root()).during("acquire"))
+        granted.map_err(|failure| self.shared.error("acquire", failure))
     }
 
     async fn renew(&mut self) -> lockkit_core::Result<Renewal> {
         let renewed = self.renew_once().await;
-        renewed.map_err(|failure| failure.during("renew"))
+        renewed.map_err(|failure| self.shared.error("renew", failure))
     }
 
     /// The next renewal has the hold go on with another lease. From then on it lasts for half of that one at least.
@@ -124,7 +124,8 @@ impl Claim for EtcdClaim {
     }
 
     async fn release(&mut self) -> lockkit_core::Result<()> {
-        match self.leave().await.map_err(|failure| failure.during("release"))? {
+        let left = self.leave().await;
+        match left.map_err(|failure| self.shared.error("release", failure))? {
             None => Ok(()),
             Some(reason) => Err(Error::lost(NAME, self.request.name.clone(), reason)),
         }

@@ -67,6 +67,9 @@ pub(crate) const LEARNER: &str = "the member is a learner, which serves nobody u
 /// What a member says to a user who has no right, in lockkit's words, and what to do.
 pub(crate) const NO_RIGHT: &str = "the user has no right to these keys; run `etcdctl role grant-permission ROLE readwrite NAMESPACE/ --prefix`";
 
+/// The place of the prefix in these words, and in those of a watch that is refused.
+const PREFIX: &str = "NAMESPACE/ --prefix";
+
 const CONNECTION_FAILED: &str = "the connection failed";
 
 impl From<Abandoned> for Failure {
@@ -162,10 +165,11 @@ impl Failure {
     /// Names the prefix of all keys, if the user has no right to them.
     pub(crate) fn about(mut self, root: &str) -> Self {
         if let Self::Refused { reason, .. } = &mut self
-            && let Some(rest) = reason.strip_prefix(NO_RIGHT)
+            && reason.contains(PREFIX)
         {
             let root = if root.is_empty() { "''" } else { root };
-            *reason = format!("{}{rest}", NO_RIGHT.replace("NAMESPACE/", root));
+            // A server's words come behind lockkit's own.
+            *reason = reason.replacen(PREFIX, &format!("{root} --prefix"), 1);
         }
         self
     }

@@ -122,6 +122,7 @@ impl EtcdLister {
 #[async_trait]
 impl Lister for EtcdLister {
     async fn page(&mut self) -> Result<Option<Vec<ListedLock>>> {
-        self.next_page().await.map_err(|failure| failure.during("list"))
+        let page = self.next_page().await;
+        page.map_err(|failure| self.shared.error("list", failure))
     }
 }

@@ -5,7 +5,7 @@ use std::{net::Ipv4Addr, time::Duration};
 use hyper::{body::Incoming, server::conn::http2::Builder, service::service_fn};
 use hyper_util::rt::{TokioExecutor, TokioIo};
 use lockkit_conformance::Traces;
-use lockkit_core::{Error, spi::chain};
+use lockkit_core::{Error, FencingToken, spi::chain};
 use lockkit_etcd::Credentials;
 use lockkit_testbed::{etcd::EtcdServer, hangs_up, own_address};
 use tokio::net::TcpListener;
@@ -54,8 +54,19 @@ async fn who_may_not_is_told_why_at_once() {
         let error = soon("an answer", lock.try_acquire()).await.unwrap_err();
         check(&error, &["has no right"]);
     }
-    let error = elsewhere.inspect("a").await.unwrap_err();
-    check(&error, &["has no right"]);
+    let token = FencingToken::new(1);
+    for error in [
+        elsewhere.inspect("a").await.unwrap_err(),
+        elsewhere.list("").unwrap().next().await.unwrap().unwrap_err(),
+        elsewhere
+            .revoke("a", token, Duration::from_secs(20))
+            .await
+            .unwrap_err(),
+        elsewhere.revoke_by_force("a", token).await.unwrap_err(),
+        elsewhere.fence().await.unwrap_err(),
+    ] {
+        check(&error, &["has no right", "readwrite elsewhere/ --prefix"]);
+    }
     let client = patiently(good).await;
     let guard = lock(&client, "a").acquire().await.unwrap();
     guard.release().await.unwrap();
