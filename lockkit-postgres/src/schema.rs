@@ -76,7 +76,7 @@ pub(crate) fn raise_fence(above: u64) -> String {
     )
 }
 
-/// The objects that are there: the schema, the sequence as it has to be, and the tables, unlogged.
+/// The objects that are there: the schema, the sequence as it has to be, and the tables, unlogged. And who asks.
 const WHAT_IS_THERE: &str = "\
 SELECT EXISTS (SELECT FROM pg_namespace WHERE nspname = 'lockkit'), \
 (SELECT s.seqincrement = 1024 AND s.seqcache = 1 AND NOT s.seqcycle FROM pg_sequence s JOIN pg_class c ON c.oid = s.seqrelid \
@@ -84,7 +84,8 @@ JOIN pg_namespace n ON n.oid = c.relnamespace WHERE n.nspname = 'lockkit' AND c.
 (SELECT count(*) FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace WHERE n.nspname = 'lockkit' \
 AND c.relkind = 'r' AND c.relname IN ('epoch', 'holder', 'semaphore')), \
 (SELECT count(*) FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace WHERE n.nspname = 'lockkit' \
-AND c.relkind = 'r' AND c.relname IN ('epoch', 'holder', 'semaphore') AND c.relpersistence = 'u')";
+AND c.relkind = 'r' AND c.relname IN ('epoch', 'holder', 'semaphore') AND c.relpersistence = 'u'), \
+current_user::text";
 
 /// The rights of this role, once everything is there.
 const RIGHTS: &str = "\
@@ -112,7 +113,7 @@ pub fn ddl() -> &'static str {
 pub(crate) async fn check(control: &Control, schema: Schema) -> Result<()> {
     let there = what_is_there("connect", control).await?;
     if schema == Schema::Manual && !there.is_complete() {
-        return Err(incomplete("connect"));
+        return Err(there.incomplete("connect"));
     }
     there.check()
 }
@@ -124,11 +125,11 @@ pub(crate) async fn prepare(operation: &'static str, control: &Control, schema: 
         let made = control
             .run_together(operation, &format!("{EXCLUSIVELY}{DDL}"))
             .await;
-        made.map_err(|error| may_not_create(operation, error))?;
+        made.map_err(|error| there.may_not_create(operation, error))?;
         there = what_is_there(operation, control).await?;
     }
     if !there.is_complete() {
-        return Err(incomplete(operation));
+        return Err(there.incomplete(operation));
     }
     there.check()?;
     check_rights(operation, control).await?;
@@ -155,6 +156,7 @@ struct There {
     sequence_is_right: Option<bool>,
     tables: i64,
     unlogged: i64,
+    role: String,
 }
 
 impl There {
@@ -174,6 +176,29 @@ impl There {
         };
         Err(Error::unsupported(NAME, what))
     }
+
+    fn incomplete(&self, operation: &'static str) -> Error {
+        let why = format!(
+            "the schema lockkit is not complete; have it made with: {}",
+            statements(&self.role)
+        );
+        Error::permanent(NAME, operation, why)
+    }
+
+    fn may_not_create(&self, operation: &'static str, error: Error) -> Error {
+        if error.is_transient() {
+            return error;
+        }
+        let cause =
+            std::error::Error::source(&error).map_or_else(|| error.to_string(), lockkit_core::spi::chain);
+        // The statements are the advice.
+        let cause = cause.split(" (").next().unwrap_or_default();
+        let why = format!(
+            "the schema lockkit is not complete and cannot be made here ({cause}); have it made with: {}",
+            statements(&self.role)
+        );
+        Error::permanent(NAME, operation, why)
+    }
 }
 
 async fn what_is_there(operation: &'static str, control: &Control) -> Result<There> {
@@ -188,6 +213,7 @@ async fn what_is_there(operation: &'static str, control: &Control) -> Result<The
         sequence_is_right: row.try_get(1).during(operation)?,
         tables: row.try_get(2).during(operation)?,
         unlogged: row.try_get(3).during(operation)?,
+        role: row.try_get(4).during(operation)?,
     })
 }
 
@@ -207,41 +233,24 @@ async fn check_rights(operation: &'static str, control: &Control) -> Result<()> 
         return Ok(());
     }
     let role: String = row.try_get(3).during(operation)?;
-    let role = role.replace('"', "\"\"");
     Err(Error::permanent(
         NAME,
         operation,
-        format!(
-            "the role lacks rights; run: GRANT USAGE ON SCHEMA lockkit TO \"{role}\"; GRANT USAGE, UPDATE ON \
-             SEQUENCE lockkit.token TO \"{role}\"; GRANT SELECT, INSERT, UPDATE, DELETE ON lockkit.epoch, lockkit.holder, \
-             lockkit.semaphore TO \"{role}\""
-        ),
+        format!("the role lacks rights; run: {}", grants(&role)),
     ))
 }
 
-/// The statements in a line, as a log shows them.
-fn statements() -> String {
-    DDL.split_whitespace().collect::<Vec<_>>().join(" ")
+/// The rights of a role to lock.
+fn grants(role: &str) -> String {
+    let role = role.replace('"', "\"\"");
+    format!(
+        "GRANT USAGE ON SCHEMA lockkit TO \"{role}\"; GRANT USAGE, UPDATE ON SEQUENCE lockkit.token TO \"{role}\"; \
+         GRANT SELECT, INSERT, UPDATE, DELETE ON lockkit.epoch, lockkit.holder, lockkit.semaphore TO \"{role}\""
+    )
 }
 
-fn incomplete(operation: &'static str) -> Error {
-    let why = format!(
-        "the schema lockkit is not complete; have it made with: {}",
-        statements()
-    );
-    Error::permanent(NAME, operation, why)
-}
-
-fn may_not_create(operation: &'static str, error: Error) -> Error {
-    if error.is_transient() {
-        return error;
-    }
-    let cause = std::error::Error::source(&error).map_or_else(|| error.to_string(), lockkit_core::spi::chain);
-    // The statements are the advice.
-    let cause = cause.split(" (").next().unwrap_or_default();
-    let why = format!(
-        "the schema lockkit is not complete and cannot be made here ({cause}); have it made with: {}",
-        statements()
-    );
-    Error::permanent(NAME, operation, why)
+/// The statements in a line, as a log shows them, after which the role can lock, whoever has run them.
+fn statements(role: &str) -> String {
+    let ddl = DDL.split_whitespace().collect::<Vec<_>>().join(" ");
+    format!("{ddl} {}", grants(role))
 }

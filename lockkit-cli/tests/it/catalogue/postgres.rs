@@ -212,7 +212,7 @@ fn postgres_errors_are_those_of_the_catalogue() {
     table.row(
         "the role may not create the schema",
         says("permission denied for database", "have it made with").of("maker"),
-        rights,
+        "Have a role that may run the statements: they make the schema, and grant this role what it needs.",
         || trying(&role(server, "maker", "LOGIN")),
     );
     table.row(
@@ -231,7 +231,7 @@ fn postgres_errors_are_those_of_the_catalogue() {
     table.row(
         "the schema is not complete",
         says("is not complete", "have it made with"),
-        "Connect as a role that may, or run the statements.",
+        "Connect as a role that may, or have one run the statements.",
         || {
             let url = made(server, "partial");
             let mut session = server.session_in("partial").unwrap();
@@ -339,7 +339,7 @@ fn postgres_errors_are_those_of_the_catalogue() {
     table.row(
         "nobody has made the schema, and `schema=manual` leaves it to somebody",
         says("is not complete", "have it made with"),
-        "Run the statements, or leave out the option.",
+        "Have a role that may run the statements, or leave out the option.",
         || {
             let url = role(server, "manual", "LOGIN");
             connecting(&format!("{url}?schema=manual"))
