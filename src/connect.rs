@@ -106,7 +106,7 @@ fn unreachable(error: Error, config: &LockConfig) -> Error {
             if let Some(socket) = socket {
                 at = format!("{at}, socket {}", socket.display());
             }
-            let source: BoxError = match advice(&*source) {
+            let source: BoxError = match advice(&*source, is_encrypted(backend, config)) {
                 // The paths of the file backend are no servers.
                 Some(advice) if backend != "file" => {
                     let words = chain(&*source);
@@ -124,8 +124,26 @@ fn unreachable(error: Error, config: &LockConfig) -> Error {
     }
 }
 
-/// Returns what to look at if a server cannot be reached. What its backend says of another failure has advice of its own.
-fn advice(error: &(dyn std::error::Error + 'static)) -> Option<&'static str> {
+/// Returns whether the connection has to be encrypted.
+fn is_encrypted(backend: &str, config: &LockConfig) -> bool {
+    let mode = match backend {
+        "redlock" => return config.redlock.tls == Some(true),
+        "zookeeper" => &config.zk.tls,
+        "mysql" => &config.mysql.tls,
+        "etcd" => &config.etcd.tls,
+        "postgres" => &config.postgres.sslmode,
+        _ => {
+            let scheme = config.url.split(':').next().unwrap_or_default();
+            return scheme.eq_ignore_ascii_case("rediss");
+        }
+    };
+    mode.as_deref()
+        .is_some_and(|mode| !matches!(mode, "off" | "disable" | "prefer"))
+}
+
+/// Returns what to look at if a server cannot be reached. What its backend says of another failure has advice of its own. Whoever wants
+/// the connection encrypted is not told to look at that: somebody may be in the way who wishes that it were not.
+fn advice(error: &(dyn std::error::Error + 'static), is_encrypted: bool) -> Option<&'static str> {
     use io::ErrorKind as Kind;
 
     let cause = iter::successors(Some(error), |error| error.source())
@@ -150,7 +168,11 @@ fn advice(error: &(dyn std::error::Error + 'static)) -> Option<&'static str> {
         return Some("is this its socket?");
     }
     if cause == Some(Kind::TimedOut) || says(&["does not answer within"]) {
-        return Some("does the server run, is this its port, and is TLS on at both ends or at neither?");
+        return Some(if is_encrypted {
+            "does the server run, and is this its port for TLS?"
+        } else {
+            "does the server run, is this its port, and is TLS on at both ends or at neither?"
+        });
     }
     let broke = matches!(
         cause,
@@ -162,8 +184,11 @@ fn advice(error: &(dyn std::error::Error + 'static)) -> Option<&'static str> {
                 | Kind::InvalidData
         )
     );
-    (broke || says(&["reset by peer", "broken pipe"]))
-        .then_some("is this the server's port, and is TLS on at both ends or at neither?")
+    (broke || says(&["reset by peer", "broken pipe"])).then_some(if is_encrypted {
+        "is this the server's port for TLS?"
+    } else {
+        "is this the server's port, and is TLS on at both ends or at neither?"
+    })
 }
 
 /// The backend that a URL names, with its config.

@@ -101,7 +101,7 @@ fn redis_errors_are_those_of_the_catalogue() {
     );
     table.row(
         "TLS with a port that has none",
-        says("does not answer within 2s", "is TLS on at both ends"),
+        says("does not answer within 2s", "is this its port for TLS"),
         "Correct the port, or configure TLS at the server. If it worked before, somebody may be in the way: do not switch TLS off.",
         || connecting(&format!("rediss://{at}")),
     );
