@@ -22,7 +22,7 @@ pub(crate) enum FileError {
         path: PathBuf,
         source: io::Error,
     },
-    #[error("{} is {found}, not {wanted}; choose another directory, or remove it", .path.display())]
+    #[error("{} is {found}, not {wanted}; {}", .path.display(), instead(.found, .wanted))]
     WrongType {
         path: PathBuf,
         found: &'static str,
@@ -60,15 +60,29 @@ pub(crate) enum FileError {
     PermitsInUse { reason: String },
 }
 
+/// Returns what to do about something else in the place of what is wanted.
+fn instead(found: &str, wanted: &str) -> &'static str {
+    match (found, wanted) {
+        // The locks of others may be where it leads to: without it, a new directory would be made.
+        ("a symbolic link", "a directory") => "choose the directory that it leads to, for all processes",
+        _ => "remove it, or choose another directory for all processes",
+    }
+}
+
 /// Returns what to do, if there is something, behind the path.
 fn advice(error: &io::Error) -> &'static str {
     match error.kind() {
         io::ErrorKind::PermissionDenied => " (give this user the right to it)",
-        io::ErrorKind::NotFound => " (does a symbolic link above it lead nowhere?)",
-        io::ErrorKind::NotADirectory => " (choose another directory)",
+        io::ErrorKind::NotFound => " (was it removed, or does a symbolic link above it lead nowhere?)",
+        // Another directory has other locks: who goes on in the former one excludes nobody here.
+        io::ErrorKind::NotADirectory => {
+            " (a file is in a directory's place: remove it, or choose another directory for all processes)"
+        }
         io::ErrorKind::IsADirectory => " (remove it)",
         io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => " (make room on the disk)",
-        io::ErrorKind::ReadOnlyFilesystem => " (choose a directory that can be written)",
+        io::ErrorKind::ReadOnlyFilesystem => {
+            " (mount it for writing; another directory must be the same for all processes)"
+        }
         _ => "",
     }
 }

@@ -63,14 +63,14 @@ fn file_errors_are_those_of_the_catalogue() {
 
     table.row(
         "the directory cannot be made",
-        says("Not a directory", "choose another directory").of("/dev/null/locks"),
-        "Name a directory that can.",
+        says("Not a directory", "choose another directory for all processes").of("/dev/null/locks"),
+        "Name a directory that can, for all processes.",
         || connecting("file:///dev/null/locks"),
     );
     table.row(
         "the directory is a file",
-        says("is a file", "choose another directory"),
-        "Name a directory.",
+        says("is a file", "choose another directory for all processes"),
+        "Name a directory, the same for all processes.",
         || {
             let dir = TempDir::new().unwrap();
             let file = dir.path().join("locks");
@@ -80,7 +80,7 @@ fn file_errors_are_those_of_the_catalogue() {
     );
     table.row(
         "the directory is a symbolic link",
-        says("is a symbolic link", "choose another directory"),
+        says("is a symbolic link", "choose the directory that it leads to"),
         "Name what it leads to.",
         || {
             let dir = TempDir::new().unwrap();
@@ -102,7 +102,7 @@ fn file_errors_are_those_of_the_catalogue() {
     );
     table.row(
         "a lock's file is a symbolic link",
-        says("is a symbolic link", "choose another directory").of("job.lock"),
+        says("is a symbolic link", "choose another directory for all processes").of("job.lock"),
         "Remove it.",
         || {
             let dir = used();
@@ -137,7 +137,10 @@ fn file_errors_are_those_of_the_catalogue() {
     );
     table.row(
         "the directory was removed while a client was connected, and a file is in its place",
-        says("is a file, not a directory", "choose another directory"),
+        says(
+            "is a file, not a directory",
+            "choose another directory for all processes",
+        ),
         "Remove the file.",
         || {
             let dir = TempDir::new().unwrap();
@@ -151,7 +154,11 @@ fn file_errors_are_those_of_the_catalogue() {
     );
     table.row(
         "the namespace's directory is a file",
-        says("is a file, not a directory", "choose another directory").of("/lockkit"),
+        says(
+            "is a file, not a directory",
+            "choose another directory for all processes",
+        )
+        .of("/lockkit"),
         "Remove the file, or choose another `namespace`.",
         || {
             let dir = TempDir::new().unwrap();
@@ -161,7 +168,7 @@ fn file_errors_are_those_of_the_catalogue() {
     );
     table.row(
         "the namespace's directory is a symbolic link",
-        says("is a symbolic link", "choose another directory").of("/lockkit"),
+        says("is a symbolic link", "choose the directory that it leads to").of("/lockkit"),
         "Remove it, or choose another `namespace`.",
         || {
             let dir = TempDir::new().unwrap();
@@ -171,7 +178,11 @@ fn file_errors_are_those_of_the_catalogue() {
     );
     table.row(
         "a symbolic link above the directory leads nowhere",
-        says("is a symbolic link, not a directory", "choose another directory").of("/gone"),
+        says(
+            "is a symbolic link, not a directory",
+            "choose the directory that it leads to",
+        )
+        .of("/gone"),
         "Mount what it leads to, or correct it.",
         || {
             let dir = TempDir::new().unwrap();
@@ -235,19 +246,23 @@ fn file_errors_are_those_of_the_catalogue() {
     );
     table.row(
         "a file is in the place of a semaphore's permits",
-        says("Not a directory", "choose another directory").of("job.permits"),
+        says("Not a directory", "choose another directory for all processes").of("job.permits"),
         "Remove the file.",
         || barred_by("job.permits", true),
     );
     table.row(
         "a file is in the place of the notes of shared holders",
-        says("is a file, not a directory", "choose another directory").of("job.readers"),
+        says(
+            "is a file, not a directory",
+            "choose another directory for all processes",
+        )
+        .of("job.readers"),
         "Remove the file.",
         || barred_by("job.readers", false),
     );
     table.row(
         "a file is in the place of the queue",
-        says("Not a directory", "choose another directory").of("job.queue"),
+        says("Not a directory", "choose another directory for all processes").of("job.queue"),
         "Remove the file.",
         || {
             let dir = used();
@@ -259,7 +274,7 @@ fn file_errors_are_those_of_the_catalogue() {
         "a directory is in the place of a waiter's ticket",
         says(
             "is something else, not a regular file",
-            "choose another directory",
+            "choose another directory for all processes",
         )
         .of("job.queue/"),
         "Remove it.",
@@ -311,8 +326,8 @@ fn file_errors_are_those_of_the_catalogue() {
     table.row_where(
         mounts,
         "the file system is read-only",
-        says("Read-only file system", "choose a directory that can be written").of("/lockkit"),
-        "Mount it for writing, or name another directory.",
+        says("Read-only file system", "mount it for writing").of("/lockkit"),
+        "Mount it for writing. Another directory has other locks: it has to be the same for all processes.",
         || {
             let dir = TempDir::new().unwrap();
             let mounted = Mounted::new(dir.path(), "size=64k").unwrap();
