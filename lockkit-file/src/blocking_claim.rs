@@ -18,7 +18,7 @@ use crate::{
     flock::Flock,
     hold::{Hold, ReaderNote, WakingLock},
     inspect,
-    layout::{self, Files, Inode},
+    layout::{self, Files, Inode, Removal},
     queue::{self, HEARTBEAT, Predecessor, Ticket},
     token_record::{self, TokenRecord},
     watch::{Events, Watcher},
@@ -48,7 +48,7 @@ pub(crate) struct BlockingClaim {
     /// A release found the hold gone, and its caller does not know yet.
     pub lost: bool,
     /// The mark by which its holder was asked to give up the hold.
-    mark: Option<PathBuf>,
+    mark: Option<Removal>,
     pub events: Option<Events>,
     /// The directory of the permits that the events are about.
     permits_dir: Option<Inode>,
@@ -285,7 +285,9 @@ impl BlockingClaim {
         if layout::inode_at(&mark)?.is_none() {
             return Ok(false);
         }
-        self.mark = Some(mark);
+        if self.mark.as_ref().is_none_or(|known| known.path() != mark) {
+            self.mark = Some(Removal::of(mark));
+        }
         Ok(true)
     }
 
@@ -299,7 +301,7 @@ impl BlockingClaim {
         }
         if let Some(mark) = self.mark.take() {
             // If it stays, it names a hold that is over.
-            let _ = layout::remove(&mark);
+            let _ = mark.remove();
         }
         self.events = None;
     }

@@ -402,6 +402,32 @@ pub(crate) fn remove(path: &Path) -> Result<()> {
     unlinkat(&dir, name, AtFlags::empty()).map_err(|errno| FileError::io("remove", path)(errno.into()))
 }
 
+/// A file that will be removed. Its directory is open already, if that could be opened: by then the process may have no descriptor left.
+#[derive(Debug)]
+pub(crate) struct Removal {
+    path: PathBuf,
+    dir: Option<OwnedFd>,
+}
+
+impl Removal {
+    pub(crate) fn of(path: PathBuf) -> Self {
+        let dir = parent(&path).ok().map(|(dir, _)| dir);
+        Self { path, dir }
+    }
+
+    pub(crate) fn path(&self) -> &Path {
+        &self.path
+    }
+
+    pub(crate) fn remove(&self) -> Result<()> {
+        let (Some(dir), Some(name)) = (&self.dir, self.path.file_name()) else {
+            return remove(&self.path);
+        };
+        unlinkat(dir, name, AtFlags::empty())
+            .map_err(|errno| FileError::io("remove", &self.path)(errno.into()))
+    }
+}
+
 /// Renames a file within its directory. Returns `false` if it is missing.
 pub(crate) fn rename(path: &Path, new: &str) -> Result<bool> {
     let renamed = parent(path).and_then(|(dir, old)| {

@@ -12,7 +12,7 @@ use std::{
 
 use lockkit_core::{
     LockClient, LockName,
-    spi::{Backend, Claim, ClaimRequest, Grant, Mode, OwnerId, chain},
+    spi::{Backend, Claim, ClaimRequest, Grant, Mode, OwnerId, Renewal, chain},
 };
 use lockkit_file::{FileBackend, FileConfig};
 use rustix::process::{Pid, Signal, WaitOptions, kill_process, waitpid};
@@ -216,6 +216,20 @@ async fn other_process() {
         return;
     }
     granted(&mut claim).await;
+    #[cfg(target_os = "linux")]
+    if role == "give up without descriptors" {
+        use rustix::process::{Resource, Rlimit, getrlimit, prlimit};
+
+        println!("ready");
+        while claim.renew().await.unwrap() != Renewal::Asked {
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
+        let Rlimit { maximum, .. } = getrlimit(Resource::Nofile);
+        let current = Some(3);
+        prlimit(None, Resource::Nofile, Rlimit { current, maximum }).unwrap();
+        claim.release().await.unwrap();
+        return;
+    }
     let mut child = String::new();
     if role.to_str().unwrap().ends_with("with a child") {
         let descriptor = claim.descriptor().unwrap();

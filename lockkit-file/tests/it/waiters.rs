@@ -12,14 +12,17 @@ use std::{
 };
 
 use lockkit_conformance::stall::Stopwatch;
-use lockkit_core::spi::{Claim, Mode, chain};
+use lockkit_core::{
+    LockKind,
+    spi::{Backend as _, Claim, Mode, chain},
+};
 use lockkit_testbed::{eventually, poll_at_most};
 use rustix::process::{Pid, Signal};
 use tempfile::TempDir;
 
 use crate::fixture::{
-    Killed, LIMIT, PATIENCE, TRY, claim, files, granted, held, held_and_waited_for, open, other, permits,
-    tickets,
+    Killed, LIMIT, PATIENCE, TRY, claim, files, granted, held, held_and_waited_for, name, open, other,
+    permits, tickets,
 };
 
 /// Starts three other processes that wait, in this order, for the lock of `holder`.
@@ -160,6 +163,23 @@ async fn a_waiter_out_of_descriptors_is_passed_over() {
     limit(usual);
     second.release().await.unwrap();
     ended(&mut first).await;
+}
+
+/// It would name a hold that is over, and nobody else looks for it.
+#[tokio::test]
+#[cfg(target_os = "linux")]
+async fn who_gives_up_without_descriptors_leaves_no_mark() {
+    let dir = TempDir::new().unwrap();
+    let (mut holder, _) = other("give up without descriptors", dir.path());
+    let backend = open(dir.path()).await;
+    let state = backend.inspect(&name("n"), LockKind::Lock).await.unwrap();
+    let token = state.holders[0].token;
+    let asked = backend.revoke(&name("n"), LockKind::Lock, token).await.unwrap();
+    assert!(asked.is_some(), "it holds");
+    ended(&mut holder).await;
+    let left = files(&dir.path().join("lockkit"));
+    let is_mark = |path: &PathBuf| path.extension().is_some_and(|it| it == "revoke");
+    assert!(!left.iter().any(is_mark), "{left:?}");
 }
 
 #[tokio::test]
