@@ -102,6 +102,23 @@ pub(crate) struct Child {
     reaped: bool,
 }
 
+/// What was there before the command. To look at all processes of a big host takes its time.
+pub(crate) struct Before {
+    relatives: Vec<Relative>,
+    /// Made before there is anything to miss.
+    changes: unix::Signal,
+}
+
+impl Before {
+    pub(crate) fn look() -> io::Result<Self> {
+        family::adopt_orphans();
+        Ok(Self {
+            changes: unix::signal(SignalKind::child())?,
+            relatives: family::relatives(&[]).unwrap_or_default().unwrap_or_default(),
+        })
+    }
+}
+
 /// A change of the command: it has ended or stopped.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Change {
@@ -110,22 +127,18 @@ pub(crate) enum Change {
 }
 
 impl Child {
-    pub(crate) fn spawn(mut command: Command, place: Place) -> io::Result<Self> {
-        family::adopt_orphans();
-        // Made before there is anything to miss.
-        let changes = unix::signal(SignalKind::child())?;
+    pub(crate) fn spawn(before: Before, mut command: Command, place: Place) -> io::Result<Self> {
         if place == Place::Apart {
             command.process_group(0);
         }
-        let before = family::relatives(&[]).unwrap_or_default().unwrap_or_default();
         let id = command.spawn()?.id();
         let pid = i32::try_from(id).ok().and_then(Pid::from_raw);
         let pid = pid.ok_or_else(|| io::Error::other("it has no process id"))?;
         Ok(Self {
             pid,
             place,
-            before,
-            changes,
+            before: before.relatives,
+            changes: before.changes,
             is_untold: is_blocked(Signal::CHILD),
             reaped: false,
         })

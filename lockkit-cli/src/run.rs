@@ -28,7 +28,7 @@ use tokio::{
 
 use crate::{
     args::Run,
-    child::{Change, Child, Place},
+    child::{Before, Change, Child, Place},
     exec::{self, NotRun},
     failure::{self, FAILED, Failure, LOST, NOT_GRANTED, cannot_start, say},
     family,
@@ -399,11 +399,10 @@ async fn run_under(
         command.env("LOCKKIT_URL", url);
     }
     let place = Place::choose(args.foreground);
-    let early = signals.so_far().await;
     // A client that is kept busy has no descriptor to give.
     let spawned = timeout(
         clients.op_timeout + GRACE,
-        Supervised::spawn(&guard, place, command),
+        Supervised::spawn(&guard, place, command, signals),
     )
     .await;
     let spawned = spawned.map_err(|error| cannot_start(&error));
@@ -416,7 +415,6 @@ async fn run_under(
         }
     };
     supervised.held_too_long = held_too_long;
-    supervised.early = early;
     let ending = supervised.until_end(&guard, signals).await?;
     if let Ending::Stopped(why) = &ending {
         say(why);
@@ -462,19 +460,27 @@ enum Ending {
 }
 
 impl Supervised {
-    async fn spawn(guard: &LockGuard, place: Place, command: std::process::Command) -> Result<Self, Failure> {
+    async fn spawn(
+        guard: &LockGuard,
+        place: Place,
+        command: std::process::Command,
+        signals: &mut Signals,
+    ) -> Result<Self, Failure> {
         // Where a descriptor keeps the hold alive, the command gets it: should this process be killed, the operating
         // system frees the lock when the command has gone too, not before. Nothing else is spawned meanwhile.
         let inherited = guard.descriptor().await;
         if let Some(descriptor) = &inherited {
             fcntl_setfd(descriptor, FdFlags::empty()).map_err(|error| cannot_start(&error))?;
         }
+        let before = Before::look().map_err(|error| cannot_start(&error))?;
+        // After all that takes its time. What comes later may have come to the command, too: one that has a handler is not told.
+        let early = signals.so_far().await;
         guard.check()?;
-        let child = Child::spawn(command, place).map_err(|error| cannot_start(&error))?;
+        let child = Child::spawn(before, command, place).map_err(|error| cannot_start(&error))?;
         Ok(Self {
             child,
             name: guard.name().clone(),
-            early: Vec::new(),
+            early,
             told: None,
             follows: None,
             held_too_long: None,
@@ -795,11 +801,10 @@ mod tests {
         let guard = lock.acquire_with(&AcquireOptions::new().ttl(ttl)).await.unwrap();
         let mut command = std::process::Command::new("sh");
         command.args(["-c", script]);
-        let mut supervised = Supervised::spawn(&guard, place, command).await.unwrap();
-        let ending = supervised
-            .until_end(&guard, &mut Signals::listen().unwrap())
-            .await
-            .unwrap();
+        let mut signals = Signals::listen().unwrap();
+        let spawned = Supervised::spawn(&guard, place, command, &mut signals).await;
+        let mut supervised = spawned.unwrap();
+        let ending = supervised.until_end(&guard, &mut signals).await.unwrap();
         let (lease_ends, now) = (guard.valid_until().unwrap(), Instant::now());
         Ended {
             ending,
@@ -984,7 +989,7 @@ mod tests {
 
     /// The terminal sends it to those who are there, and counts on lockkit for nobody else.
     #[test]
-    fn a_signal_from_before_the_command_reaches_it() {
+    fn a_signal_from_while_the_command_begins_reaches_it() {
         alone(async {
             let mut signals = Signals::listen().unwrap();
             if signals.has_ignored(Signal::INT) {
@@ -992,12 +997,13 @@ mod tests {
             }
             let mut heard = unix::signal(SignalKind::interrupt()).unwrap();
             let guard = MemoryBackend::new().guard("job").unwrap();
-            rustix::process::kill_process(rustix::process::getpid(), Signal::INT).unwrap();
-            heard.recv().await;
             let mut command = std::process::Command::new("sleep");
             command.arg("3");
             let place = Place::Foreground { at_terminal: true };
-            let mut supervised = Supervised::spawn(&guard, place, command).await.unwrap();
+            let spawned = Supervised::spawn(&guard, place, command, &mut signals).await;
+            let mut supervised = spawned.unwrap();
+            rustix::process::kill_process(rustix::process::getpid(), Signal::INT).unwrap();
+            heard.recv().await;
             let ending = supervised.until_end(&guard, &mut signals).await.unwrap();
             assert!(
                 matches!(ending, Ending::Exited(status) if status.signal() == Some(Signal::INT.as_raw())),
@@ -1020,14 +1026,13 @@ mod tests {
             let guard = MemoryBackend::new().guard("job").unwrap();
             rustix::process::kill_process(rustix::process::getpid(), Signal::INT).unwrap();
             heard.recv().await;
-            let early = signals.so_far().await;
             let (reader, writer) = io::pipe().unwrap();
             let mut command = std::process::Command::new("sh");
             let script = "trap 'exit 7' INT; echo up; sleep 3 >/dev/null & wait";
             command.args(["-c", script]).stdout(writer);
             let place = Place::Foreground { at_terminal: true };
-            let mut supervised = Supervised::spawn(&guard, place, command).await.unwrap();
-            supervised.early = early;
+            let spawned = Supervised::spawn(&guard, place, command, &mut signals).await;
+            let mut supervised = spawned.unwrap();
             let mut said = String::new();
             BufReader::new(reader).read_line(&mut said).unwrap();
             assert_eq!(said, "up\n");
@@ -1083,7 +1088,7 @@ mod tests {
                     let (mut reader, writer) = io::pipe().unwrap();
                     let mut command = std::process::Command::new("sleep");
                     command.arg("60").stdout(writer);
-                    let mut child = Child::spawn(command, place).unwrap();
+                    let mut child = Child::spawn(Before::look().unwrap(), command, place).unwrap();
                     // What it writes to ends with it.
                     let died = thread::spawn(move || {
                         reader.read_to_end(&mut Vec::new()).unwrap();
@@ -1131,7 +1136,7 @@ mod tests {
             let (reader, writer) = io::pipe().unwrap();
             let mut command = std::process::Command::new("sh");
             command.args(["-c", "echo $$; exec sleep 60"]).stdout(writer);
-            let child = Child::spawn(command, Place::Apart).unwrap();
+            let child = Child::spawn(Before::look().unwrap(), command, Place::Apart).unwrap();
             let mut id = String::new();
             BufReader::new(reader).read_line(&mut id).unwrap();
             let pid = Pid::from_raw(id.trim().parse().unwrap());
@@ -1168,15 +1173,15 @@ mod tests {
                 let mut command = std::process::Command::new("sh");
                 let script = "sleep 60 >/dev/null & echo $!; echo $$; exec sleep 60 >/dev/null";
                 command.args(["-c", script]).stdout(writer);
-                let mut supervised = Supervised::spawn(&guard, place, command).await.unwrap();
+                let mut signals = Signals::listen().unwrap();
+                let spawned = Supervised::spawn(&guard, place, command, &mut signals).await;
+                let mut supervised = spawned.unwrap();
                 let mut lines = BufReader::new(reader).lines();
                 let [started, command] = [(); 2].map(|()| lines.next().unwrap().unwrap());
                 let command = Pid::from_raw(command.parse().unwrap());
                 kill_process(command.unwrap(), Signal::KILL).unwrap();
                 waitpid(command, WaitOptions::empty()).unwrap();
-                let ending = supervised
-                    .until_end(&guard, &mut Signals::listen().unwrap())
-                    .await;
+                let ending = supervised.until_end(&guard, &mut signals).await;
                 assert!(ending.is_err(), "{place:?}");
                 let stat = std::fs::read_to_string(format!("/proc/{started}/stat"));
                 assert!(
