@@ -29,7 +29,8 @@ pub(crate) fn failed_at(
     let advice = match (error.kind(), code.as_str()) {
         (_, "READONLY") => Some(now_replica(if_replica)),
         (_, "WRONGTYPE") => Some(format!(
-            "{} holds something else than a lock, perhaps another program's: choose another namespace for all clients",
+            "{} holds something else than a lock, perhaps another program's: choose another namespace for all \
+             clients",
             named(key, "the key")
         )),
         (_, "OOM") => {

@@ -100,8 +100,8 @@ impl RedlockConfig {
             // Masters are named by their numbers: a password that is not percent-encoded may look like a host.
             if let Some(first) = seen.insert(address.name(), n) {
                 return Err(invalid(format!(
-                    "masters {} and {} are the same server, which has one vote whatever the database; name another in \
-                     place of one",
+                    "masters {} and {} are the same server, which has one vote whatever the database; name another \
+                     server in place of one",
                     first + 1,
                     n + 1
                 )));

@@ -122,7 +122,7 @@ impl RestartQuarantine {
         let mut others = processes.iter().enumerate().filter(|(other, _)| *other != master);
         if let Some((_, other)) = others.find(|(_, other)| other.run_id == run_id) {
             return refused(format!(
-                "it is the same server as {}; name another in place of one",
+                "it is the same server as {}; name another server in place of one",
                 other.server
             ));
         }

@@ -162,7 +162,7 @@ fn redlock_errors_are_those_of_the_catalogue() {
     );
     table.row(
         "two masters are one server by two names",
-        says("the same server as", "name another in place of one"),
+        says("the same server as", "name another server in place of one"),
         "Name three servers.",
         || {
             let [one, other] = [plain(0), plain(1)];
@@ -175,7 +175,7 @@ fn redlock_errors_are_those_of_the_catalogue() {
     );
     table.row(
         "two masters are two databases of one server",
-        says("are the same server", "name another in place of one").of("masters 1 and 3"),
+        says("are the same server", "name another server in place of one").of("masters 1 and 3"),
         "Name three servers.",
         || connecting("redlock://a/1,b,a/2"),
     );
