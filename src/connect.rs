@@ -461,3 +461,34 @@ fn directory(url: &Url<'_>) -> Result<std::path::PathBuf> {
     // On Unix a path is any bytes, not only UTF-8.
     Ok(std::ffi::OsString::from_vec(bytes).into())
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn who_wants_tls_is_not_asked_whether_it_is_on() {
+        let silent = io::Error::new(io::ErrorKind::TimedOut, "no answer within 1s");
+        let broken = io::Error::new(io::ErrorKind::ConnectionReset, "reset by peer");
+        let mut config = LockConfig::new("rediss://host");
+        config.redlock.tls = Some(true);
+        config.etcd.tls = Some("verify".to_owned());
+        config.zk.tls = Some("off".to_owned());
+        config.postgres.sslmode = Some("prefer".to_owned());
+        for (backend, expected) in [
+            ("redis", true),
+            ("redlock", true),
+            ("etcd", true),
+            ("mysql", false),
+            ("zookeeper", false),
+            ("postgres", false),
+        ] {
+            let is_encrypted = is_encrypted(backend, &config);
+            assert_eq!(is_encrypted, expected, "{backend}");
+            for error in [&silent, &broken] {
+                let asked = advice(error, is_encrypted).unwrap();
+                assert_eq!(asked.contains("is TLS on"), !expected, "{backend}: {asked}");
+            }
+        }
+    }
+}
