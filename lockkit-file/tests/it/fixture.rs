@@ -12,7 +12,7 @@ use std::{
 
 use lockkit_core::{
     LockClient, LockName,
-    spi::{Backend, Claim, ClaimRequest, Grant, Mode, OwnerId, Renewal, chain},
+    spi::{Backend, Claim, ClaimRequest, Grant, Mode, OwnerId, chain},
 };
 use lockkit_file::{FileBackend, FileConfig};
 use rustix::process::{Pid, Signal, WaitOptions, kill_process, waitpid};
@@ -218,6 +218,7 @@ async fn other_process() {
     granted(&mut claim).await;
     #[cfg(target_os = "linux")]
     if role == "give up without descriptors" {
+        use lockkit_core::spi::Renewal;
         use rustix::process::{Resource, Rlimit, getrlimit, prlimit};
 
         println!("ready");

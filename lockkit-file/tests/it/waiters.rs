@@ -12,17 +12,14 @@ use std::{
 };
 
 use lockkit_conformance::stall::Stopwatch;
-use lockkit_core::{
-    LockKind,
-    spi::{Backend as _, Claim, Mode, chain},
-};
+use lockkit_core::spi::{Claim, Mode, chain};
 use lockkit_testbed::{eventually, poll_at_most};
 use rustix::process::{Pid, Signal};
 use tempfile::TempDir;
 
 use crate::fixture::{
-    Killed, LIMIT, PATIENCE, TRY, claim, files, granted, held, held_and_waited_for, name, open, other,
-    permits, tickets,
+    Killed, LIMIT, PATIENCE, TRY, claim, files, granted, held, held_and_waited_for, open, other, permits,
+    tickets,
 };
 
 /// Starts three other processes that wait, in this order, for the lock of `holder`.
@@ -169,6 +166,10 @@ async fn a_waiter_out_of_descriptors_is_passed_over() {
 #[tokio::test]
 #[cfg(target_os = "linux")]
 async fn who_gives_up_without_descriptors_leaves_no_mark() {
+    use lockkit_core::{LockKind, spi::Backend as _};
+
+    use crate::fixture::name;
+
     let dir = TempDir::new().unwrap();
     let (mut holder, _) = other("give up without descriptors", dir.path());
     let backend = open(dir.path()).await;
