@@ -47,7 +47,7 @@ fn main() -> Result<(), BoxError> {
         _ if !is_wanted("zookeeper") => {}
         Some(why) => println!("zookeeper: skipped: {why}"),
         None => {
-            let server = ZkServer::plain()?;
+            let server = ZkServer::builder().large().start()?;
             println!("zookeeper: {}", measure(&format!("zk://{}", server.addr()))?);
         }
     }

@@ -43,6 +43,7 @@ pub struct ZkBuilder {
     used: Option<(String, i32)>,
     clock: Option<Clock>,
     reaps_seldom: bool,
+    is_large: bool,
     certificates: Option<Arc<Certificates>>,
     directives: Vec<String>,
 }
@@ -69,6 +70,12 @@ impl ZkBuilder {
     /// Looks once a minute for empty containers to delete, as a production server does. By default it is every 300 ms.
     pub fn reaps_seldom(mut self) -> Self {
         self.reaps_seldom = true;
+        self
+    }
+
+    /// Has room for a million nodes: 3 GiB of heap. By default it has 128 MiB, which 100,000 held locks fill.
+    pub fn large(mut self) -> Self {
+        self.is_large = true;
         self
     }
 
@@ -114,7 +121,8 @@ impl ZkBuilder {
             }
             command
                 // Quick to start, and modest: tests start many.
-                .args(["-Xmx128m", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1"])
+                .arg(if self.is_large { "-Xmx3g" } else { "-Xmx128m" })
+                .args(["-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1"])
                 .arg(format!(
                     "-Dzookeeper.forceSync={}",
                     if self.syncs { "yes" } else { "no" }
