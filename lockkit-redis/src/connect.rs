@@ -33,7 +33,7 @@ use crate::certificates::{self, Trust};
 use crate::{
     config::{Address, RedisConfig, is_path, shown},
     connection_io::{ConnectionIo, IoHandle},
-    error::{NAME, NO_MASTER, failed, words},
+    error::{NAME, NO_MASTER, OF_SEVERAL, failed, words},
     intake::{BoundedStream, Intake},
     layout,
     redlock::RestartQuarantine,
@@ -204,7 +204,7 @@ impl Connector {
     /// Returns what to do about a replica. Only sentinels tell the client of another server.
     fn if_replica(&self) -> &'static str {
         match (&self.quarantine, &self.sentinel) {
-            (Some(_), _) => "make it a master, or name another in its place",
+            (Some(_), _) => OF_SEVERAL,
             (None, Some(_)) => "wait until the sentinels name another",
             (None, None) => NO_MASTER,
         }

@@ -82,6 +82,8 @@ pub(crate) fn failed_at(
 
 /// What to do about a replica of which nobody tells the master.
 pub(crate) const NO_MASTER: &str = "give the address of its master, or the sentinels'";
+/// What to do about one of several masters that is a replica.
+pub(crate) const OF_SEVERAL: &str = "make it a master, or name another in its place";
 /// The words of a server that takes no more connections.
 const TOO_MANY_CLIENTS: &str = "max number of clients";
 /// The words of Redis 7 if a script runs a command, or asks for a key, without the right to it. It does not say which.

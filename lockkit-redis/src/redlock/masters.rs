@@ -27,7 +27,7 @@ use tokio::{
 use crate::{
     connection::{Connection, Inbox, ManagedConnection, is_unknown_script, reason},
     connection_io::ConnectionIo,
-    error::{failed, unexpected},
+    error::{OF_SEVERAL, failed_at, unexpected},
     redlock::{NAME, quorum::Rules, restart_quarantine::RestartQuarantine},
     script::Call,
 };
@@ -618,7 +618,7 @@ impl Requests {
                 self.send(master, kind, live, call.into_full(), true);
                 continue;
             }
-            let reply = reply.map_err(|error| failed(self.operation, error));
+            let reply = reply.map_err(|error| failed_at(self.operation, &error, None, OF_SEVERAL));
             self.responses.push_back(Response { master, kind, reply });
         }
     }
