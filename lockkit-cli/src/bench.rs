@@ -28,9 +28,9 @@ pub(crate) fn bench(args: &Bench) -> Result<u8, Failure> {
     if scenarios.is_empty() {
         let names: Vec<_> = all.map(|scenario| scenario.to_string()).collect();
         let names = names.join(", ");
-        return Err(Failure::new(
+        return Err(Failure::of_arguments(
             FAILED,
-            format!("no scenario has `{only}` in its name: {names}"),
+            &format!("no scenario has `{only}` in its name: {names}"),
         ));
     }
     let urls = if args.urls.is_empty() {

@@ -43,7 +43,10 @@ pub(crate) fn check(args: &Check) -> Result<u8, Failure> {
         .run(jobs, |case| case.name.contains(only), print_case);
     print(&report.to_string())?;
     if report.verdicts.is_empty() {
-        return Err(Failure::new(FAILED, format!("no case has `{only}` in its name")));
+        return Err(Failure::of_arguments(
+            FAILED,
+            &format!("no case has `{only}` in its name"),
+        ));
     }
     Ok(u8::from(!report.is_ok()))
 }

@@ -203,8 +203,8 @@ fn try_to_become_command(args: &Exec, tell: Option<&mut File>) -> Failure {
     } else {
         NOT_EXECUTABLE
     };
-    Failure::new(
+    Failure::of_arguments(
         status,
-        format!("cannot run {}: {}", program.to_string_lossy(), chain(&error)),
+        &format!("cannot run {}: {}", program.to_string_lossy(), chain(&error)),
     )
 }

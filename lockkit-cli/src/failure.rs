@@ -1,6 +1,8 @@
 //! The command's failures: one line on standard error, and a status.
 
 use std::{
+    cmp::Reverse,
+    env,
     error::Error,
     io::{self, Write},
     sync::OnceLock,
@@ -9,7 +11,7 @@ use std::{
 };
 
 use clap::error::ErrorKind;
-use lockkit::spi::chain;
+use lockkit::spi::{chain, redacted_url};
 use rustix::{
     process::getpgrp,
     termios::{LocalModes, Termios, tcgetattr, tcgetpgrp},
@@ -95,6 +97,14 @@ impl Failure {
         Self::new(FAILED, format!("{what}: {}", chain(error)))
     }
 
+    /// A message that repeats something of this process's arguments. What they have of a URL is redacted, since a server's URL in the
+    /// wrong place may have a password.
+    pub(crate) fn of_arguments(status: u8, message: &str) -> Self {
+        let shown = without_urls(message);
+        let advice = advice(shown != message);
+        Self::new(status, format!("{shown}{advice}"))
+    }
+
     /// A command line that makes no sense, or one that asked for help, which is printed here.
     pub(crate) fn from_usage(error: &clap::Error) -> Result<u8, Self> {
         if !error.use_stderr() {
@@ -108,7 +118,9 @@ impl Failure {
             ));
         }
         // Its own form has the usage in paragraphs below; the first one says what is wrong.
-        let text = error.to_string();
+        let said = error.to_string();
+        let text = without_urls(&said);
+        let advice = advice(text != said);
         let wrong: Vec<&str> = text
             .split("\n\n")
             .next()
@@ -118,7 +130,7 @@ impl Failure {
             .collect();
         Err(Self::new(
             FAILED,
-            format!("{} (see lockkit --help)", wrong.join(" ")),
+            format!("{}{advice} (see lockkit --help)", wrong.join(" ")),
         ))
     }
 
@@ -148,6 +160,42 @@ impl From<lockkit::Error> for Failure {
         };
         Self::new(status, chain(&error))
     }
+}
+
+/// Returns the message with the URLs of this process's arguments as they may be shown. A URL goes from its scheme to the end of its
+/// argument, whatever a password in it has.
+fn without_urls(message: &str) -> String {
+    let arguments = env::args_os().skip(1);
+    let mut urls: Vec<String> = arguments
+        .filter_map(|argument| url_in(&argument.to_string_lossy()).map(str::to_owned))
+        .collect();
+    // One may begin with another.
+    urls.sort_by_key(|url| Reverse(url.len()));
+    urls.iter().fold(message.to_owned(), |shown, url| {
+        shown.replace(url.as_str(), &redacted_url(url))
+    })
+}
+
+/// The URL in an argument, perhaps behind an option or in quotes.
+fn url_in(argument: &str) -> Option<&str> {
+    let (before, _) = argument.split_once("://")?;
+    let begin = before.trim_end_matches(|c: char| c.is_ascii_alphanumeric() || "+-.".contains(c));
+    let url = argument.get(begin.len()..)?;
+    Some(url.trim_end_matches(is_around))
+}
+
+/// What to do with a URL that has been hidden.
+fn advice(is_hidden: bool) -> &'static str {
+    if is_hidden {
+        "; give the URL of a server as --url, or in LOCKKIT_URL"
+    } else {
+        ""
+    }
+}
+
+/// Returns whether it may be around a URL, and is no part of it.
+pub(crate) fn is_around(c: char) -> bool {
+    c.is_whitespace() || "'\"`".contains(c)
 }
 
 /// `run` got as far as its command, and no further.

@@ -71,7 +71,10 @@ fn man(args: &Man) -> Result<u8, Failure> {
     for name in &args.command {
         let found = command.find_subcommand(name).filter(|found| !found.is_hide_set());
         let Some(found) = found.cloned() else {
-            return Err(Failure::new(FAILED, format!("there is no subcommand `{name}`")));
+            return Err(Failure::of_arguments(
+                FAILED,
+                &format!("there is no subcommand `{name}`"),
+            ));
         };
         command = found;
     }

@@ -11,7 +11,7 @@ use percent_encoding::{AsciiSet, NON_ALPHANUMERIC, percent_encode};
 
 use crate::{
     args::Server,
-    failure::{FAILED, Failure},
+    failure::{FAILED, Failure, is_around},
 };
 
 /// The characters of a path that a URL has to encode.
@@ -42,8 +42,9 @@ impl Server {
     }
 }
 
-/// True if `name` has a scheme of lock servers, and what is hidden of their URLs.
+/// True if `name` has a scheme of lock servers, and what is hidden of their URLs, perhaps in quotes.
 fn is_url_with_secret(name: &str) -> bool {
+    let name = name.trim_matches(is_around);
     let Some((scheme, _)) = name.split_once("://") else {
         return false;
     };

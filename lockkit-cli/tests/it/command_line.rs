@@ -179,6 +179,8 @@ fn a_url_with_a_password_is_no_name() {
         "redis://user:canary@host",
         "ZK://user:canary@host/app",
         "mysql://app:canary",
+        "\"redis://user:canary@host\"",
+        " 'redis://user:canary@host' ",
     ] {
         for arguments in [
             &["run", url, "--", "true"][..],
@@ -202,6 +204,50 @@ fn a_url_with_a_password_is_no_name() {
     ] {
         let (status, _, complaint) = outcome(&mut lockkit(&["run", "--url", "memory:", name, "--", "true"]));
         assert_eq!(status, 0, "{name}: {complaint}");
+    }
+}
+
+#[test]
+fn a_mistake_with_a_url_is_told_without_its_password() {
+    for url in [
+        "redis://app:canary@127.0.0.1:1",
+        "redis://app:see my  canary@127.0.0.1:1",
+        "redis://app:canary",
+        "\"redis://app:canary@127.0.0.1:1\"",
+    ] {
+        let wait = format!("--wait={url}");
+        for arguments in [
+            &["check", url][..],
+            &["bench", url],
+            &["list", "a", url],
+            &["run", "job", url],
+            &["run", "--ttl", url, "job", "--", "true"],
+            &["run", &wait, "job", "--", "true"],
+            &["run", "--permits", url, "job", "--", "true"],
+            &["break", "job", "--token", url],
+            &["check", "--url", "memory:", "--for", url],
+            &["check", "--url", "memory:", "--only", url],
+            &["bench", "--url", "memory:", "--only", url],
+            &[url],
+            &["fence", url],
+            &["completions", url],
+            &["man", url],
+            &["help", url],
+        ] {
+            let (status, _, complaint) = outcome(&mut lockkit(arguments));
+            assert_eq!(status, 125, "{arguments:?}: {complaint}");
+            let is_hidden = complaint.contains("redis://***") && !complaint.contains("canary");
+            assert!(
+                is_hidden && complaint.contains("LOCKKIT_URL"),
+                "{arguments:?}: {complaint}"
+            );
+        }
+        let (status, _, complaint) = outcome(&mut lockkit(&["run", "--url", "memory:", "job", "--", url]));
+        assert_eq!(status, 127, "{complaint}");
+        assert!(
+            complaint.contains("cannot run") && !complaint.contains("canary"),
+            "{complaint}"
+        );
     }
 }
 
