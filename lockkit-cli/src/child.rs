@@ -337,16 +337,20 @@ impl Child {
     }
 
     /// Kills the command and what it has started, and answers when all of it is gone, or `within` that time after the
-    /// command itself: with the command's status, and whether all is gone.
-    pub(crate) async fn end(&mut self, within: Duration) -> io::Result<(ExitStatus, bool)> {
+    /// command itself, which has as long: with whether all is gone.
+    pub(crate) async fn end(&mut self, within: Duration) -> io::Result<bool> {
         self.signal(Signal::KILL);
-        self.exited().await?;
+        // One of another user (a set-user-ID command) goes on, and may for ever.
+        let Ok(exited) = timeout(within, self.exited()).await else {
+            return Ok(false);
+        };
+        exited?;
         if self.place == Place::Apart {
             // Again, while the group's id is still its own, for whom was begun meanwhile.
             self.signal(Signal::KILL);
         }
-        let status = self.reap()?;
-        Ok((status, self.end_all(within).await))
+        self.reap()?;
+        Ok(self.end_all(within).await)
     }
 
     /// Kills what there is of the command, again and again until it is gone, or `within` that time. Returns whether all is gone.

@@ -416,9 +416,6 @@ async fn run_under(
     };
     supervised.held_too_long = held_too_long;
     let ending = supervised.until_end(&guard, signals).await?;
-    if let Ending::Stopped(why) = &ending {
-        say(why);
-    }
     let not_run = not_run.why();
     if let Some(why) = &not_run {
         say(why);
@@ -455,7 +452,7 @@ struct Supervised {
 /// The end of a command.
 enum Ending {
     Exited(ExitStatus),
-    /// It had to be stopped because the lock was lost, or about to be.
+    /// It had to be stopped because the lock was lost, or about to be, as has been said.
     Stopped(String),
 }
 
@@ -487,9 +484,14 @@ impl Supervised {
         })
     }
 
-    /// Nothing is left of the command when this is done, also if it fails, but for what a command that exited by itself leaves behind.
+    /// Nothing is left of the command when this is done, also if it fails, but for what a command that exited by itself leaves behind, and
+    /// for what does not end in time, which is said.
     async fn until_end(&mut self, guard: &LockGuard, signals: &mut Signals) -> Result<Ending, Failure> {
         let ending = self.watch(guard, signals).await;
+        let ending = match ending {
+            Ok(Ending::Stopped(why)) => self.kill(why).await,
+            ending => ending,
+        };
         if ending.is_err() {
             self.child.signal(Signal::KILL);
             if !self.child.end_all(KILLED_WITHIN).await {
@@ -499,6 +501,7 @@ impl Supervised {
         ending
     }
 
+    /// Waits until the command has exited, or is to be killed.
     async fn watch(&mut self, guard: &LockGuard, signals: &mut Signals) -> Result<Ending, Failure> {
         let mut lost = guard.lost();
         let mut exited = false;
@@ -518,7 +521,7 @@ impl Supervised {
                     if reason == LossReason::Asked {
                         self.end_in_time(guard, signals).await?;
                     }
-                    return self.kill(format!("lock `{}` was lost: {reason}", self.name)).await;
+                    return Ok(Ending::Stopped(format!("lock `{}` was lost: {reason}", self.name)));
                 }
                 ended = async {
                     if exited {
@@ -532,7 +535,7 @@ impl Supervised {
                         continue;
                     }
                     if exited {
-                        return self.kill(self.why_unrenewed(guard)).await;
+                        return Ok(Ending::Stopped(self.why_unrenewed(guard)));
                     }
                     if self.told.is_none() {
                         return self.child.reap().map(Ending::Exited).map_err(|error| cannot_wait(&error));
@@ -542,7 +545,7 @@ impl Supervised {
                 }
                 end = due(guard, self.told, exited) => {
                     if self.told == Some(end) {
-                        return self.kill(self.why_unrenewed(guard)).await;
+                        return Ok(Ending::Stopped(self.why_unrenewed(guard)));
                     }
                     self.child.signal(Signal::TERM);
                     self.told = Some(end);
@@ -639,11 +642,11 @@ impl Supervised {
         }
     }
 
-    /// Nothing is left of the command when this is done, and the lock is not released before.
+    /// Says why, and kills the command.
     async fn kill(&mut self, why: String) -> Result<Ending, Failure> {
-        let ended = self.child.end(KILLED_WITHIN).await;
-        let (_, gone) = ended.map_err(|error| cannot_wait(&error))?;
-        if !gone {
+        say(&why);
+        let gone = self.child.end(KILLED_WITHIN).await;
+        if !gone.map_err(|error| cannot_wait(&error))? {
             say(STILL_THERE);
         }
         Ok(Ending::Stopped(why))

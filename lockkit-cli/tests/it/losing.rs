@@ -2,6 +2,7 @@
 
 use std::{
     fs,
+    os::unix::fs::chown,
     path::PathBuf,
     process::{Command, Stdio},
     thread,
@@ -10,7 +11,7 @@ use std::{
 
 use lockkit_conformance::stall::Stopwatch;
 use lockkit_testbed::{missing_python, skipped};
-use rustix::process::Signal;
+use rustix::process::{Signal, geteuid};
 
 use crate::tool::{
     IN_A_GROUP, Running, Site, eventually, gone, group, has_ended, lockkit, outcome, session, signal_to,
@@ -42,6 +43,63 @@ fn a_deleted_lock_file_is_a_lost_lock() {
         0,
         "the name is good again"
     );
+}
+
+/// A set-user-ID program that has become another user may be killed by nobody but that one and root.
+#[test]
+fn a_command_of_another_user_does_not_keep_lockkit() {
+    const LOCKKITS: [&str; 4] = ["setpriv", "--reuid=61234", "--regid=61234", "--clear-groups"];
+    const OTHERS: [&str; 3] = ["--reuid=61235", "--regid=61235", "--clear-groups"];
+
+    let is_root = geteuid().is_root();
+    if skipped("root", (!is_root).then(|| "this is not root".to_owned())) {
+        return;
+    }
+    let site = Site::new();
+    chown(site.path(""), Some(61234), Some(61234)).unwrap();
+    let become_other = site.path("setpriv");
+    let mut install = Command::new("sh");
+    install.args(["-c", "install -m 4755 \"$(command -v setpriv)\" setpriv"]);
+    assert_eq!(outcome(install.current_dir(site.path(""))).0, 0);
+    let other = |lockkit: &[&str], script: &str| {
+        let mut command = Command::new(LOCKKITS[0]);
+        command
+            .args(&LOCKKITS[1..])
+            .args(lockkit)
+            .arg(&become_other)
+            .args(OTHERS)
+            .args(["sh", "-c", script])
+            .env("LOCKKIT_URL", &site.url)
+            .stdin(Stdio::null());
+        command
+    };
+    let can = outcome(&mut other(&[], "exit 0")).0 == 0;
+    if skipped(
+        "set-user-ID",
+        (!can).then(|| "the system heeds no set-user-ID here".to_owned()),
+    ) {
+        return;
+    }
+    let lockkit = [env!("CARGO_BIN_EXE_lockkit"), "run", "job", "--"];
+    let script = "echo up; echo $$; exec sleep 60 >/dev/null 2>&1";
+    let mut holder = Running::spawn(&mut other(&lockkit, script));
+    assert_eq!(holder.line(), "up");
+    let command = holder.line().parse().unwrap();
+    for file in site.lock_files() {
+        fs::remove_file(file).unwrap();
+    }
+    // Why comes first, and not after the wait.
+    let why = holder.complaint();
+    assert!(why.starts_with("lockkit: lock `job` was lost: "), "{why}");
+    let (status, complaint) = holder.end();
+    assert_eq!(status.code(), Some(123), "{complaint}");
+    assert!(
+        complaint.contains("was killed and is still there") && complaint.lines().count() == 1,
+        "{complaint}"
+    );
+    assert!(state(command).is_some_and(|state| state != 'Z'));
+    signal_to(command, Signal::KILL);
+    gone(command);
 }
 
 /// A process may go to any group of its session.
