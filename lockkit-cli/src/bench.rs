@@ -1,6 +1,6 @@
 //! `lockkit bench`: lock servers side by side.
 
-use std::{collections::BTreeMap, time::Duration};
+use std::{collections::BTreeMap, num::NonZeroUsize, thread, time::Duration};
 
 use indicatif::{ProgressBar, ProgressStyle};
 use lockkit_conformance::measure::{
@@ -47,7 +47,11 @@ pub(crate) fn bench(args: &Bench) -> Result<u8, Failure> {
     }
     let effort = if args.quick { Effort::QUICK } else { Effort::FULL };
     let bar = bar();
+    // The runtime's own choice heeds TOKIO_WORKER_THREADS, and panics if that makes no sense.
+    let workers = thread::available_parallelism().map_or(1, NonZeroUsize::get);
     let rows = tokio::runtime::Builder::new_multi_thread()
+        .worker_threads(workers)
+        .thread_stack_size(crate::STACK)
         .enable_all()
         .build()
         .map_err(|error| Failure::because("cannot start", &error))?

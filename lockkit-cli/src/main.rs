@@ -92,6 +92,9 @@ const FIRST_DESCRIPTORS: usize = 8;
 /// The threads that the client's runtime takes, and panics without, with the one that speaks, and one that looks up names.
 const FIRST_THREADS: usize = 4;
 
+/// The stack of each thread, whatever `RUST_MIN_STACK` says: with too little of it the process would die.
+pub(crate) const STACK: usize = 2 << 20;
+
 /// Fails if there is no room to begin.
 fn can_begin() -> Result<(), Failure> {
     let opened: io::Result<Vec<File>> = (0..FIRST_DESCRIPTORS).map(|_| File::open("/dev/null")).collect();
@@ -108,7 +111,9 @@ fn can_begin() -> Result<(), Failure> {
 /// A thread that ends when the sender is dropped.
 fn parked() -> io::Result<(mpsc::Sender<()>, thread::JoinHandle<()>)> {
     let (open, gate) = mpsc::channel();
-    let thread = thread::Builder::new().spawn(move || _ = gate.recv())?;
+    let thread = thread::Builder::new()
+        .stack_size(STACK)
+        .spawn(move || _ = gate.recv())?;
     Ok((open, thread))
 }
 
@@ -122,6 +127,7 @@ fn on_this_thread<T>(task: impl Future<Output = Result<T, Failure>>) -> Result<T
 /// spawned it.
 fn drive<T>(task: impl Future<Output = Result<T, Failure>>) -> Result<T, Failure> {
     let runtime = tokio::runtime::Builder::new_current_thread()
+        .thread_stack_size(STACK)
         .enable_all()
         .build()
         .map_err(|error| Failure::because("cannot start", &error))?;

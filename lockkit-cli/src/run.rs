@@ -75,6 +75,7 @@ pub(crate) fn run(args: Run) -> Result<u8, Failure> {
     let clients = runtime::Builder::new_multi_thread()
         .worker_threads(2)
         .thread_name("client")
+        .thread_stack_size(crate::STACK)
         .enable_all()
         .build()
         .map_err(|error| Failure::because("cannot start", &error))?;

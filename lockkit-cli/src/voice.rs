@@ -40,7 +40,8 @@ impl Voice {
     pub(crate) fn new(mut output: impl Write + Send + 'static) -> io::Result<Self> {
         let shared = Arc::new(Shared::default());
         let told = Arc::clone(&shared);
-        thread::Builder::new().name("stderr".to_owned()).spawn(move || {
+        let thread = thread::Builder::new().name("stderr".to_owned());
+        thread.stack_size(crate::STACK).spawn(move || {
             loop {
                 let line = told.next();
                 // Where nobody reads, there is nobody to tell.

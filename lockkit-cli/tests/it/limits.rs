@@ -45,6 +45,19 @@ fn too_few_descriptors_are_an_error_and_no_panic() {
     }
 }
 
+#[test]
+fn variables_of_the_runtime_are_no_panic() {
+    let site = Site::new();
+    for (variable, value) in [("TOKIO_WORKER_THREADS", "0"), ("RUST_MIN_STACK", "1")] {
+        let mut run = site.lockkit(&["run", "job", "--", "echo", "up"]);
+        let (status, output, complaint) = outcome(run.env(variable, value));
+        assert_eq!((status, output.as_str()), (0, "up\n"), "{variable}: {complaint}");
+    }
+    let mut bench = site.lockkit(&["bench", "--quick", "--only", "uncontended"]);
+    let (status, _, complaint) = outcome(bench.env("TOKIO_WORKER_THREADS", "0"));
+    assert_eq!(status, 0, "{complaint}");
+}
+
 /// The system's superuser has no limit, so it is somebody without any other process.
 #[test]
 fn too_few_threads_are_an_error_and_no_panic() {
