@@ -101,6 +101,12 @@ async fn run_beside(handle: Handle, args: Run) -> Result<u8, Failure> {
     // While there are descriptors to find that out.
     let ignores_children = signals.has_ignored(Signal::CHILD) && exec::can_ignore_children();
     let mut config = args.server.config_for(args.name())?;
+    // With its parameters, such as a namespace, which the resolved one no longer has.
+    let url = if args.no_inherit_url {
+        String::new()
+    } else {
+        String::from(&*config.url)
+    };
     config.ttl = args.ttl;
     config.wait = args.wait;
     config.max_hold = args.max_hold;
@@ -141,7 +147,7 @@ async fn run_beside(handle: Handle, args: Run) -> Result<u8, Failure> {
         Ok(Ok(guard)) => {
             waited_until = None;
             let tied = exec::tied_to_this_process(&args.command, ignores_children, args.at_least.is_some());
-            run_under(guard, &args, tied, max_hold, &clients, &mut signals).await
+            run_under(guard, &args, &url, tied, max_hold, &clients, &mut signals).await
         }
         Ok(Err(failure)) => Err(failure),
         Err(signal) => Ok(status_of_signal(signal)),
@@ -372,10 +378,11 @@ fn lock(client: &LockClient, args: &Run) -> lockkit::Result<Lock> {
     Ok(lock.with_options(options))
 }
 
-/// Runs the command, releases the lock as soon as it is done, and answers with the exit status.
+/// Runs the command, which inherits this URL, releases the lock as soon as it is done, and answers with the exit status.
 async fn run_under(
     guard: LockGuard,
     args: &Run,
+    url: &str,
     tied: Result<(std::process::Command, NotRun), Failure>,
     max_hold: Option<Duration>,
     clients: &Clients,
@@ -392,13 +399,9 @@ async fn run_under(
     };
     command
         .env("LOCKKIT_NAME", args.name())
-        .env("LOCKKIT_TOKEN", guard.token().to_string());
-    // A command that uses lockkit without a URL of its own locks at the same server, or not at all: elsewhere it would exclude nobody.
-    if args.no_inherit_url {
-        command.env("LOCKKIT_URL", "");
-    } else if let Some(url) = &args.server.url {
-        command.env("LOCKKIT_URL", url);
-    }
+        .env("LOCKKIT_TOKEN", guard.token().to_string())
+        // A command that uses lockkit without a URL of its own locks at the same server, or not at all: elsewhere it would exclude nobody.
+        .env("LOCKKIT_URL", url);
     let place = Place::choose(args.foreground);
     // A client that is kept busy has no descriptor to give.
     let spawned = timeout(

@@ -8,7 +8,7 @@ use std::{
 
 use serde_json::Value;
 
-use crate::tool::{PATIENCE, Running, Site, in_this_process, outcome};
+use crate::tool::{PATIENCE, Running, Site, in_this_process, lockkit, outcome};
 
 /// Reads the counter, takes its time, and writes it back.
 const DRAW: &str =
@@ -136,6 +136,24 @@ fn the_servers_url_can_be_kept_from_the_command() {
     assert_eq!((status, output.as_str()), (0, "\n"));
     let (status, output, _) = outcome(&mut site.run(&[], script));
     assert_eq!((status, output.trim()), (0, site.url.as_str()));
+}
+
+/// A command with another home would look for its locks elsewhere.
+#[test]
+fn the_command_gets_the_url_that_is_in_force() {
+    let site = Site::new();
+    let run = |options: &[&str]| {
+        let script = "echo \"${LOCKKIT_URL-none}\"";
+        let arguments = [&["run"], options, &["job", "--", "sh", "-c", script]].concat();
+        let (status, url, complaint) = outcome(lockkit(&arguments).env("XDG_STATE_HOME", site.path("")));
+        assert_eq!(status, 0, "{options:?}: {complaint}");
+        url.trim_end().to_owned()
+    };
+    let own = format!("file://{}", site.path("lockkit").display());
+    assert_eq!(run(&[]), own);
+    assert_eq!(run(&["--no-inherit-url"]), "");
+    let with_parameters = format!("{}?namespace=app&ttl=20s", site.url);
+    assert_eq!(run(&["--url", &with_parameters]), with_parameters);
 }
 
 /// It would be granted elsewhere what is held here.
