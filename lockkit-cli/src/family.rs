@@ -3,6 +3,8 @@
 //! On Linux this process adopts what its command leaves behind, as init would: so nothing of it gets out of sight, and
 //! what has ended is reaped although this process may be the only one there is to do so.
 
+#[cfg(target_os = "linux")]
+use std::os::fd::OwnedFd;
 use std::{collections::HashSet, fs, io, process};
 
 use rustix::process::{Pid, Signal};
@@ -187,22 +189,45 @@ impl Relative {
     pub(crate) fn signal(&self, signal: Signal) {
         #[cfg(target_os = "linux")]
         {
-            use rustix::process::{PidfdFlags, pidfd_open, pidfd_send_signal};
+            use rustix::process::{PidfdFlags, pidfd_open};
 
-            // It can only fail for one that has gone, or that is not ours to end.
-            let _ = linux::with_room(|| {
-                let handle = pidfd_open(self.pid, PidfdFlags::empty())?;
-                // What the handle is of is what was seen if that began at the same time. It may have gone to another group since, and to a
-                // session of its own.
-                let is_it = |now: linux::Process| now.began == self.began && now.session == self.session;
-                if linux::process(self.pid)?.is_some_and(is_it) {
-                    pidfd_send_signal(handle, signal)?;
-                }
-                Ok(())
-            });
+            self.signal_by(signal, |pid| pidfd_open(pid, PidfdFlags::empty()));
         }
         #[cfg(not(target_os = "linux"))]
         let _ = signal;
+    }
+
+    /// Sends a signal by a handle that `open` opens, or by the id where there are no handles.
+    #[cfg(target_os = "linux")]
+    fn signal_by(&self, signal: Signal, open: impl Fn(Pid) -> rustix::io::Result<OwnedFd>) {
+        use rustix::{
+            io::Errno,
+            process::{kill_process, pidfd_send_signal},
+        };
+
+        // It can only fail for one that has gone, or that is not ours to end.
+        let _ = linux::with_room(|| {
+            let handle = match open(self.pid) {
+                Ok(handle) => Some(handle),
+                // The system has none (Linux before 5.3, gVisor), or a filter of system calls forbids them.
+                Err(Errno::NOSYS | Errno::PERM) => None,
+                Err(error) => return Err(error.into()),
+            };
+            // What the handle is of is what was seen if that began at the same time. It may have gone to another group since, and to a
+            // session of its own.
+            let is_it = |now: linux::Process| now.began == self.began && now.session == self.session;
+            if !linux::process(self.pid)?.is_some_and(is_it) {
+                return Ok(());
+            }
+            let sent = handle.map_or(Err(Errno::NOSYS), |handle| pidfd_send_signal(handle, signal));
+            match sent {
+                // It would have to end, be reaped and have its id used again since the look right above to hit a stranger: all ids come in
+                // between. Not to signal it would let it outlive the lock.
+                Err(Errno::NOSYS | Errno::PERM) => kill_process(self.pid, signal)?,
+                sent => sent?,
+            }
+            Ok(())
+        });
     }
 }
 
@@ -387,5 +412,41 @@ mod tests {
             [2, 3],
             "ids were used again meanwhile"
         );
+    }
+
+    /// As in an old kernel, in gVisor, and below a filter that forbids handles. In a session of its own, it is left alone by other tests of
+    /// this process, which may reap it.
+    #[test]
+    fn without_handles_a_process_is_signalled_by_its_id() {
+        use std::io::{BufRead, BufReader};
+
+        use rustix::io::Errno;
+
+        // It ends by itself, so that the test fails and does not hang.
+        let script = "trap 'echo TERM; exit' TERM; echo up; for i in $(seq 1000); do sleep 0.01; done";
+        for error in [Errno::NOSYS, Errno::PERM] {
+            let mut command = process::Command::new("setsid");
+            command.args(["sh", "-c", script]).stdout(process::Stdio::piped());
+            let mut child = command.spawn().unwrap();
+            let pid = i32::try_from(child.id()).unwrap();
+            let mut said = BufReader::new(child.stdout.take().unwrap()).lines();
+            assert_eq!(said.next().unwrap().unwrap(), "up");
+            let all = relatives(&[]).unwrap().unwrap();
+            let seen = all.iter().find(|it| it.pid.as_raw_nonzero().get() == pid);
+            let seen = *seen.unwrap();
+            let stranger = Relative {
+                began: seen.began + 1,
+                ..seen
+            };
+            stranger.signal_by(Signal::KILL, |_| Err(error));
+            seen.signal_by(Signal::KILL, |_| Err(Errno::SRCH));
+            seen.signal_by(Signal::TERM, |_| Err(error));
+            assert_eq!(
+                said.next().transpose().unwrap().as_deref(),
+                Some("TERM"),
+                "{error}"
+            );
+            let _ = child.wait();
+        }
     }
 }
