@@ -17,6 +17,9 @@ const PAUSE: Duration = Duration::from_secs(1);
 /// The lines above and below the locks.
 const FRAME: usize = 3;
 
+/// The columns that a terminal has at most.
+const WIDEST: usize = u16::MAX as usize;
+
 const CLEAR: &str = "\x1b[2J";
 const HOME: &str = "\x1b[H";
 const END_OF_LINE: &str = "\x1b[K";
@@ -142,11 +145,16 @@ fn rows(name: &str, kind: LockKind, state: &LockState, now: SystemTime) -> Optio
     ])
 }
 
-/// Returns the lines of a table, with columns as wide as they need to be.
+/// Returns the lines of a table, with columns as wide as they need to be. Of a cell, no more than a terminal shows: no text can be padded
+/// to more than that.
 fn table(rows: &[[String; 6]]) -> Vec<String> {
+    let rows = rows
+        .iter()
+        .map(|row| row.each_ref().map(|cell| cut(cell, WIDEST)));
+    let rows: Vec<[&str; 6]> = rows.collect();
     let width = |column: usize| rows.iter().map(|row| row[column].chars().count()).max();
     let widths: [usize; 6] = std::array::from_fn(|column| width(column).unwrap_or(0));
-    let line = |row: &[String; 6]| {
+    let line = |row: &[&str; 6]| {
         let cells = row
             .iter()
             .zip(widths)
@@ -201,6 +209,16 @@ mod tests {
         );
         assert_eq!(cut("é…x", 2), "é…");
         assert_eq!(cut("é", 2), "é");
+    }
+
+    /// As a foreign client's label may be.
+    #[test]
+    fn a_cell_is_cut_to_what_a_terminal_shows() {
+        let row =
+            |label: &str| std::array::from_fn(|column| if column == 1 { label } else { "x" }.to_owned());
+        let lines = table(&[row(&"é".repeat(WIDEST + 1)), row("y")]);
+        assert_eq!(lines[0].matches('é').count(), WIDEST);
+        assert_eq!(lines[1].chars().count(), lines[0].chars().count());
     }
 
     #[test]

@@ -12,7 +12,7 @@
 use std::sync::Arc;
 
 use lockkit_core::{
-    LockKind, LockName,
+    AcquireOptions, LockKind, LockName,
     spi::{
         Mode, OwnerId,
         queue::{Contender, Role, component, name_in},
@@ -156,7 +156,7 @@ pub(crate) fn reads_as_asked(label: &str) -> bool {
     label.as_bytes().starts_with(ASKED)
 }
 
-/// Returns the label of the holder whose key this is.
+/// Returns the label of the holder whose key this is. A foreign client's value may be of any length: of that, as much as a label has.
 pub(crate) fn label(kv: &KeyValue) -> Option<String> {
     let value = if is_asked_back(kv) {
         &kv.value[ASKED.len()..]
@@ -164,6 +164,7 @@ pub(crate) fn label(kv: &KeyValue) -> Option<String> {
         &kv.value
     };
     let label = std::str::from_utf8(value).ok()?;
+    let label = &label[..label.floor_char_boundary(AcquireOptions::MAX_LABEL_BYTES)];
     (!label.is_empty()).then(|| label.to_owned())
 }
 
@@ -255,6 +256,28 @@ mod tests {
                 None
             );
         }
+    }
+
+    #[test]
+    fn a_foreign_value_is_cut_to_the_length_of_a_label() {
+        let shown = |value: &[u8], version| {
+            let kv = KeyValue {
+                value: value.into(),
+                version,
+                ..KeyValue::default()
+            };
+            label(&kv)
+        };
+        let most = AcquireOptions::MAX_LABEL_BYTES;
+        let own = "a".repeat(most);
+        assert_eq!(shown(own.as_bytes(), 1), Some(own.clone()));
+        assert_eq!(shown(&[ASKED, own.as_bytes()].concat(), 2), Some(own.clone()));
+        let foreign = format!("a{}", "é".repeat(most));
+        assert_eq!(
+            shown(foreign.as_bytes(), 1),
+            Some(format!("a{}", "é".repeat(most / 2 - 1)))
+        );
+        assert_eq!(shown(b"", 1), None);
     }
 
     #[test]
