@@ -1,6 +1,7 @@
 //! The command that `run` runs, as a process with what it has started.
 
 use std::{
+    collections::HashSet,
     io,
     os::unix::process::{CommandExt, ExitStatusExt},
     process::{Command, ExitStatus},
@@ -359,6 +360,11 @@ impl Child {
         let mut seen_none = false;
         loop {
             let members = self.members();
+            // Of short-lived ones that begin each other, each has gone before a signal to it alone. Nobody slips out of a group.
+            let groups = members.iter().flatten().flatten().filter_map(|it| it.own_group);
+            for group in groups.collect::<HashSet<Pid>>() {
+                let _ = kill_process_group(group, Signal::KILL);
+            }
             for member in members.iter().flatten().flatten() {
                 member.signal(Signal::KILL);
             }

@@ -20,6 +20,8 @@ pub(crate) struct Relative {
     pub(crate) group: Option<Pid>,
     pub(crate) session: Option<Pid>,
     pub(crate) shares_group: bool,
+    /// The group, if all of it descends from this process and may be signalled as a whole.
+    pub(crate) own_group: Option<Pid>,
     pub(crate) shares_session: bool,
     #[cfg(target_os = "linux")]
     began: u64,
@@ -104,6 +106,11 @@ pub(crate) fn relatives(but: &[Relative]) -> io::Result<Option<Vec<Relative>>> {
             }
         }
         family.remove(&me);
+        // This process is one in its own group.
+        let strangers = processes.iter().filter(|it| !family.contains(&it.pid));
+        let strange: HashSet<Pid> = strangers.filter_map(|it| it.group).collect();
+        // What goes to the group of process 1 goes to all there are.
+        let is_own = |group: &Pid| *group != Pid::INIT && !strange.contains(group);
         let relatives = processes
             .into_iter()
             .filter(|process| family.contains(&process.pid) && !process.has_ended)
@@ -113,6 +120,7 @@ pub(crate) fn relatives(but: &[Relative]) -> io::Result<Option<Vec<Relative>>> {
                 group: process.group,
                 session: process.session,
                 shares_group: process.group == own.group,
+                own_group: process.group.filter(is_own),
                 shares_session: process.session == own.session,
                 began: process.began,
             });
@@ -396,6 +404,7 @@ mod tests {
             group: None,
             session: None,
             shares_group: true,
+            own_group: None,
             shares_session: true,
             began: 0,
         };

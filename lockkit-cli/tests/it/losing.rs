@@ -164,6 +164,26 @@ fn what_has_a_process_group_of_its_own_ends_with_the_lock() {
     }
 }
 
+/// Each of them begins the next one and ends, sooner than a signal to it alone could come. They end by themselves with the test's files.
+#[test]
+fn a_relay_in_a_group_of_its_own_ends_with_the_lock() {
+    let site = Site::new();
+    let relay = "setpgrp 0, 0; $SIG{TERM} = 'IGNORE'; open $log, '>>', 'log'; \
+                 while (-e 'relay') { exit if fork; syswrite $log, '.' }";
+    fs::write(site.path("relay"), relay).unwrap();
+    let mut holder = site.running(&[], "perl relay >/dev/null 2>&1 & echo up; exec sleep 60");
+    let written = || fs::metadata(site.path("log")).map_or(0, |log| log.len());
+    eventually("they begin each other", || (written() > 20).then_some(()));
+    for file in site.lock_files() {
+        fs::remove_file(file).unwrap();
+    }
+    assert_eq!(holder.status().code(), Some(123));
+    let before = written();
+    // That nothing happens is the condition.
+    thread::sleep(Duration::from_millis(150));
+    assert_eq!(written(), before, "something goes on");
+}
+
 /// The inner one is killed, and has no time to end what its command has started.
 #[test]
 fn what_runs_under_a_lockkit_within_ends_with_the_lock() {
