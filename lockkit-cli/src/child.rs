@@ -22,6 +22,7 @@ use tokio::{
 };
 
 use crate::{
+    failure::say,
     family::{self, Relative},
     signals::{handles, is_blocked, outlives},
 };
@@ -35,6 +36,9 @@ const LOOK_KILLED: Duration = Duration::from_millis(1);
 const LOOKS_AT_NEW: usize = 20;
 /// The pause between looks at the command where nothing tells of its end.
 const LOOK_UNTOLD: Duration = Duration::from_millis(50);
+
+const NOT_KNOWN: &str = "it is not known whether all that the command has started is gone: /proc does not show this process, as in a PID \
+                         namespace with another one's /proc";
 
 /// Signals that end a process that does not handle them, and that one which is stopped handles only once it goes on.
 const ENDING: [Signal; 5] = [
@@ -354,7 +358,8 @@ impl Child {
         Ok(self.end_all(within).await)
     }
 
-    /// Kills what there is of the command, again and again until it is gone, or `within` that time. Returns whether all is gone.
+    /// Kills what there is of the command, again and again until it is gone, or `within` that time. Returns whether all that can be known of
+    /// is gone, and says so if that may not be all.
     pub(crate) async fn end_all(&self, within: Duration) -> bool {
         let deadline = Instant::now() + within;
         let mut seen_none = false;
@@ -368,6 +373,8 @@ impl Child {
             for member in members.iter().flatten().flatten() {
                 member.signal(Signal::KILL);
             }
+            // Elsewhere the system never tells, as is documented.
+            let is_untold = cfg!(target_os = "linux") && matches!(members, Ok(None));
             let none = match members {
                 Ok(Some(members)) => members.is_empty(),
                 Ok(None) => !self.has_group(),
@@ -376,6 +383,9 @@ impl Child {
             // One may be overlooked while its parent ends, but not twice.
             let gone = std::mem::replace(&mut seen_none, none) && none;
             if gone || Instant::now() >= deadline {
+                if gone && is_untold {
+                    say(NOT_KNOWN);
+                }
                 family::reap_orphans(self.pid);
                 return gone;
             }

@@ -6,9 +6,10 @@
 
 use std::{
     ffi::OsString,
-    fs::{File, OpenOptions},
+    fs::{self, File, OpenOptions},
     io::{self, PipeReader, PipeWriter, Read, Write},
     os::{fd::AsRawFd, unix::process::CommandExt},
+    path::Path,
     process::{self, Stdio},
 };
 
@@ -86,11 +87,12 @@ pub(crate) fn tied_to_this_process(
     // which that is.
     let this_program = if cfg!(target_os = "linux") {
         let this = if ignores_children {
-            process::id().to_string()
+            // The id that `/proc` knows this process by. If that is of another namespace, this one's own id is a stranger's there.
+            fs::read_link("/proc/self").map_err(|error| cannot_start(&error))?
         } else {
-            "self".to_owned()
+            "self".into()
         };
-        format!("/proc/{this}/exe").into()
+        Path::new("/proc").join(this).join("exe")
     } else {
         std::env::current_exe().map_err(|error| cannot_start(&error))?
     };

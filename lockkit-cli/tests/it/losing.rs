@@ -184,6 +184,48 @@ fn a_relay_in_a_group_of_its_own_ends_with_the_lock() {
     assert_eq!(written(), before, "something goes on");
 }
 
+/// There this process's own id is that of another one. What begins the command is found nevertheless, also where CHLD is ignored.
+#[test]
+fn with_a_foreign_proc_it_is_not_known_what_is_left() {
+    let unshared = ["-p", "-f", "-r", "--kill-child"];
+    let ignoring = ["env", "--ignore-signal=CHLD"];
+    let tried = Command::new("unshare")
+        .args(unshared)
+        .args(ignoring)
+        .arg("true")
+        .stderr(Stdio::null())
+        .status();
+    let missing = (!tried.is_ok_and(|status| status.success()))
+        .then(|| "unshare cannot make a PID namespace, or env has no --ignore-signal".to_owned());
+    if skipped("unshare", missing) {
+        return;
+    }
+    let site = Site::new();
+    let ways: [&[&str]; 2] = [&[], &ignoring];
+    for way in ways {
+        let run = site.run(&[], "trap '' TERM; echo up; sleep 60; sleep 60");
+        let mut within = Command::new("unshare");
+        within
+            .args(unshared)
+            .args(way)
+            .arg(run.get_program())
+            .args(run.get_args())
+            .env("LOCKKIT_URL", &site.url)
+            .stdin(Stdio::null());
+        let mut holder = Running::spawn(&mut within);
+        assert_eq!(holder.line(), "up", "{way:?}");
+        for file in site.lock_files() {
+            fs::remove_file(file).unwrap();
+        }
+        let (status, complaint) = holder.end();
+        assert_eq!(status.code(), Some(123), "{way:?}: {complaint}");
+        assert!(
+            complaint.contains("it is not known whether all"),
+            "{way:?}: {complaint}"
+        );
+    }
+}
+
 /// The inner one is killed, and has no time to end what its command has started.
 #[test]
 fn what_runs_under_a_lockkit_within_ends_with_the_lock() {
