@@ -621,8 +621,8 @@ impl Server {
             (kinds, values)
         } else if sql.contains("relpersistence") {
             (
-                vec![BOOL, BOOL, BIGINT, BIGINT],
-                vec![yes.clone(), yes, long(3), long(3)],
+                vec![BOOL, BOOL, BIGINT, BIGINT, TEXT],
+                vec![yes.clone(), yes, long(3), long(3), b"me".to_vec()],
             )
         } else if sql.contains("has_schema_privilege") {
             (
