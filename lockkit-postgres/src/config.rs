@@ -210,6 +210,12 @@ impl Target {
                  as %3F or %23",
             ));
         }
+        if url.path().contains('@') {
+            // Most likely a password with a `/` in it, whose user would be taken for the host, and the rest of it for the database's name.
+            return Err(invalid(
+                "there is an `@` in the path; write a `/` in a password as %2F, an `@` in a database's name as %40",
+            ));
+        }
         let decoded = |part: &str, what: &str| match percent_decode_str(part).decode_utf8() {
             Ok(decoded) => Ok(decoded.into_owned()),
             Err(_) => Err(invalid(&format!("{what} is not UTF-8 when decoded"))),
@@ -339,6 +345,9 @@ mod tests {
             "postgres://u:sesame%00@host/db",
             "postgres://u:sesame@host,other/db",
             "postgres://u:sesame@host,/db",
+            // The user is no host, with a port or none, and the rest of the password no database.
+            "postgres://u:/sesame@host/db",
+            "postgres://u:7000/sesame@host/db",
         ] {
             let err = PostgresConfig::new(url).validate().unwrap_err();
             assert!(!format!("{err} {err:?}").contains("sesame"), "{err:?}");
