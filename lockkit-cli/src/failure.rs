@@ -177,7 +177,7 @@ fn without_urls(message: &str) -> String {
 }
 
 /// The URL in an argument, perhaps behind an option or in quotes.
-fn url_in(argument: &str) -> Option<&str> {
+pub(crate) fn url_in(argument: &str) -> Option<&str> {
     let (before, _) = argument.split_once("://")?;
     let begin = before.trim_end_matches(|c: char| c.is_ascii_alphanumeric() || "+-.".contains(c));
     let url = argument.get(begin.len()..)?;
@@ -194,7 +194,7 @@ fn advice(is_hidden: bool) -> &'static str {
 }
 
 /// Returns whether it may be around a URL, and is no part of it.
-pub(crate) fn is_around(c: char) -> bool {
+fn is_around(c: char) -> bool {
     c.is_whitespace() || "'\"`".contains(c)
 }
 

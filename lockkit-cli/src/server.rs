@@ -11,7 +11,7 @@ use percent_encoding::{AsciiSet, NON_ALPHANUMERIC, percent_encode};
 
 use crate::{
     args::Server,
-    failure::{FAILED, Failure, is_around},
+    failure::{FAILED, Failure, url_in},
 };
 
 /// The characters of a path that a URL has to encode.
@@ -42,14 +42,14 @@ impl Server {
     }
 }
 
-/// True if `name` has a scheme of lock servers, and what is hidden of their URLs, perhaps in quotes.
+/// True if `name` has the URL of a lock server with what is hidden of it, perhaps in quotes, or behind the variable that it was meant for.
 fn is_url_with_secret(name: &str) -> bool {
-    let name = name.trim_matches(is_around);
-    let Some((scheme, _)) = name.split_once("://") else {
+    let Some(url) = url_in(name) else {
         return false;
     };
+    let scheme = url.split("://").next().unwrap_or_default();
     let server = LockConfig::new(format!("{scheme}:")).resolved();
-    redacted_url(name).starts_with(&format!("{scheme}://***"))
+    redacted_url(url).starts_with(&format!("{scheme}://***"))
         && !matches!(server, Err(Error::UnknownScheme { .. }))
 }
 

@@ -181,6 +181,8 @@ fn a_url_with_a_password_is_no_name() {
         "mysql://app:canary",
         "\"redis://user:canary@host\"",
         " 'redis://user:canary@host' ",
+        "LOCKKIT_URL=redis://user:canary@host",
+        "url: redis://user:canary@host",
     ] {
         for arguments in [
             &["run", url, "--", "true"][..],
