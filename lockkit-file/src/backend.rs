@@ -72,9 +72,19 @@ impl FileBackend {
         let FileConfig { dir, namespace, poll } = config;
         let namespace: Arc<str> = namespace.into();
         let inner = Arc::clone(&namespace);
-        let layout = blocking(move || Layout::open(&dir, &inner))
-            .await
-            .map_err(|error| error.into_error("connect"))?;
+        let opened = blocking(move || {
+            let layout = Layout::open(&dir, &inner)?;
+            let open_to_others = layout.open_to_others();
+            Ok((layout, open_to_others))
+        });
+        let (layout, open_to_others) = opened.await.map_err(|error| error.into_error("connect"))?;
+        if let Some(dir) = open_to_others {
+            tracing::warn!(
+                ?dir,
+                "other accounts may write to the locks' directory, and so keep locks, free them, and set their tokens back; give it to \
+                 this account alone"
+            );
+        }
         let watcher = Watcher::new(layout.ancestors())
             .inspect_err(|error| tracing::debug!(%error, "no inotify; waiters poll"))
             .ok();

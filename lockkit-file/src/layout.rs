@@ -93,6 +93,19 @@ impl Layout {
             .map_err(|errno| FileError::io("read and write the directory", &dir)(errno.into()))
     }
 
+    /// Returns the directory, or the namespace's in it, if others may write there, as far as its owner and its mode tell.
+    pub(crate) fn open_to_others(&self) -> Option<PathBuf> {
+        let me = geteuid();
+        let is_open = |dir: &PathBuf| {
+            dir.symlink_metadata().is_ok_and(|it| {
+                // Root comes to those of others on purpose.
+                let is_strangers = !me.is_root() && it.uid() != 0 && it.uid() != me.as_raw();
+                is_strangers || it.mode() & 0o002 != 0
+            })
+        };
+        [self.root.clone(), self.dir()].into_iter().find(is_open)
+    }
+
     /// Returns the canonical directory, as a URL.
     pub(crate) fn url(&self) -> String {
         let path = escape(self.root.as_os_str().as_bytes(), |c, _| {

@@ -8,6 +8,7 @@ use std::{
     process::{Command, Stdio},
 };
 
+use lockkit_conformance::Traces;
 use lockkit_core::{
     Error, FencingToken, LockClient, LockKind,
     spi::{Backend, Mode, chain},
@@ -263,6 +264,30 @@ async fn created_files_are_for_their_owner_alone() {
     fs::set_permissions(&there, fs::Permissions::from_mode(0o750)).unwrap();
     open(&there).await;
     assert_eq!(mode(&there), 0o750, "an existing directory is left as it was");
+}
+
+/// As one in `/tmp` that somebody else has made first.
+#[tokio::test]
+async fn a_directory_that_others_may_write_is_warned_about() {
+    let parent = TempDir::new().unwrap();
+    let dir = parent.path().join("locks");
+    fs::create_dir_all(dir.join("lockkit")).unwrap();
+    let allow = |path: &Path, mode| fs::set_permissions(path, fs::Permissions::from_mode(mode)).unwrap();
+    for (mode, namespaces, expected) in [
+        (0o700, 0o700, false),
+        (0o755, 0o775, false),
+        (0o777, 0o700, true),
+        (0o1777, 0o700, true),
+        (0o755, 0o777, true),
+    ] {
+        allow(&dir, mode);
+        allow(&dir.join("lockkit"), namespaces);
+        let traces = Traces::default();
+        let _recording = tracing::subscriber::set_default(traces.clone());
+        open(&dir).await;
+        let warned = traces.text().contains("other accounts may write");
+        assert_eq!(warned, expected, "{mode:o} {namespaces:o}");
+    }
 }
 
 /// It is made by whoever locks first.
