@@ -297,8 +297,8 @@ impl Meeting {
     }
 }
 
-/// Where the library meets this module: a port. Whoever else of the host comes first gets no more than a connection of his own would
-/// give him, and the library none.
+/// Where the library meets this module: a port. Whoever else of the host comes first gets a connection on which he has to log in himself, but
+/// with this client's certificate, and at a Unix socket as this process's user. The library gets none.
 #[cfg(not(target_os = "linux"))]
 struct Meeting(tokio::net::TcpListener);
 
