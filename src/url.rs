@@ -29,7 +29,10 @@ impl<'a> Url<'a> {
             Some(after) => after.split_at(after.find('/').unwrap_or(after.len())),
             None => ("", before),
         };
-        if !authority.is_empty() && query.contains('@') {
+        // With one slash, the host that is meant is no authority. A path alone has none in front of it.
+        let has_one_slash = before.starts_with('/') && !before.starts_with("//");
+        let names_a_host = !authority.is_empty() || has_one_slash && !scheme.eq_ignore_ascii_case("file");
+        if names_a_host && query.contains('@') {
             // Most likely a password with a `?` in it. Reading on would quote parts of it as parameters.
             return invalid(
                 "there is an `@` after the `?`; write a `?` in a password as %3F, an `@` in a parameter as %40",

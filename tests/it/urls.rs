@@ -789,6 +789,24 @@ fn everything_said(url: &str) -> String {
     said.join("\n")
 }
 
+/// As a parameter it would be quoted.
+#[test]
+fn what_follows_a_question_mark_may_be_a_password() {
+    for url in [
+        "redis://user:x?canary@host/1",
+        "redis:/user:x?canary@host/1",
+        "postgres:/user:x?canary@host/db",
+        "mysql:/user:x?canary=y@host/db",
+    ] {
+        let text = refused(url).to_string();
+        assert!(text.contains("%3F") && !text.contains("canary"), "{url}: {text}");
+    }
+    LockConfig::from_url("memory:?label=ops@host").unwrap();
+    if cfg!(all(feature = "file", unix)) {
+        LockConfig::from_url("file:/locks?label=ops@host").unwrap();
+    }
+}
+
 #[test]
 fn a_debugged_config_still_says_where() {
     let said = format!(
