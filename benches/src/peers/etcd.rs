@@ -170,7 +170,10 @@ impl Subject for PutKey {
     }
 
     async fn declines(&self, scenario: Scenario) -> Result<Option<String>, BoxError> {
-        Ok(uncontended_alone(scenario))
+        Ok(match scenario {
+            Scenario::BusyTry => None,
+            other => uncontended_alone(other),
+        })
     }
 }
 
@@ -221,6 +224,12 @@ impl Contender for LeasedKey {
         (deleted.keys == 1)
             .then_some(())
             .ok_or_else(|| "it was lost".into())
+    }
+
+    /// A put, whoever has put before: a try may have to write, and so costs no less.
+    async fn try_acquire(&mut self) -> Result<Option<()>, BoxError> {
+        self.acquire().await?;
+        Ok(None)
     }
 }
 

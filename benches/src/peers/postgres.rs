@@ -7,7 +7,7 @@ use std::{
 
 use lockkit::{
     BoxError,
-    postgres::tokio_postgres::{self, Client as Session, NoTls, Statement},
+    postgres::tokio_postgres::{self, Client as Session, NoTls, SimpleQueryMessage, Statement},
     spi::Mode,
 };
 use lockkit_conformance::measure::{Client, Contender, Scenario, Subject};
@@ -66,7 +66,7 @@ impl Subject for AdvisoryLock {
 
     async fn declines(&self, scenario: Scenario) -> Result<Option<String>, BoxError> {
         Ok(match scenario {
-            Scenario::Shared(_) => None,
+            Scenario::Shared(_) | Scenario::BusyTry => None,
             other => exclusive_alone(other),
         })
     }
@@ -83,18 +83,20 @@ impl Client for AdvisoryLock {
         let key = key.finish().cast_signed();
         let shared = if mode == Mode::Shared { "_shared" } else { "" };
         let ask = async |what: &str| match self.form {
-            Form::Text => Ok(Ask::Text(format!("SELECT pg_advisory_{what}{shared}({key})"))),
+            Form::Text => Ok(Ask::Text(format!("SELECT pg_{what}{shared}({key})"))),
             Form::Prepared => {
-                let sql = format!("SELECT pg_advisory_{what}{shared}($1)");
+                let sql = format!("SELECT pg_{what}{shared}($1)");
                 session.prepare(&sql).await.map(Ask::Prepared)
             }
         };
-        let (lock, unlock) = (ask("lock").await?, ask("unlock").await?);
+        let (lock, unlock) = (ask("advisory_lock").await?, ask("advisory_unlock").await?);
+        let attempt = ask("try_advisory_lock").await?;
         Ok(LockedKey {
             session,
             key,
             lock,
             unlock,
+            attempt,
         })
     }
 }
@@ -110,6 +112,7 @@ pub struct LockedKey {
     key: i64,
     lock: Ask,
     unlock: Ask,
+    attempt: Ask,
 }
 
 impl fmt::Debug for LockedKey {
@@ -139,5 +142,22 @@ impl Contender for LockedKey {
 
     async fn release(&mut self, (): ()) -> Result<(), BoxError> {
         self.ask(&self.unlock).await
+    }
+
+    async fn try_acquire(&mut self) -> Result<Option<()>, BoxError> {
+        let is_granted = match &self.attempt {
+            Ask::Text(sql) => {
+                let answer = self.session.simple_query(sql).await?;
+                answer
+                    .iter()
+                    .any(|it| matches!(it, SimpleQueryMessage::Row(row) if row.get(0) == Some("t")))
+            }
+            Ask::Prepared(statement) => self
+                .session
+                .query_one(statement, &[&self.key])
+                .await?
+                .try_get(0)?,
+        };
+        Ok(is_granted.then_some(()))
     }
 }

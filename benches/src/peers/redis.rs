@@ -59,7 +59,10 @@ impl Subject for SetNx {
     }
 
     async fn declines(&self, scenario: Scenario) -> Result<Option<String>, BoxError> {
-        Ok(uncontended_alone(scenario))
+        Ok(match scenario {
+            Scenario::BusyTry => None,
+            other => uncontended_alone(other),
+        })
     }
 }
 
@@ -92,6 +95,11 @@ impl Contender for SetNxKey {
     type Held = ();
 
     async fn acquire(&mut self) -> Result<(), BoxError> {
+        let taken = self.try_acquire().await?;
+        taken.ok_or_else(|| "it was taken".into())
+    }
+
+    async fn try_acquire(&mut self) -> Result<Option<()>, BoxError> {
         let set: Option<String> = redis::cmd("SET")
             .arg(&self.key)
             .arg(MINE)
@@ -100,7 +108,7 @@ impl Contender for SetNxKey {
             .arg(30_000)
             .query_async(&mut self.client.connection)
             .await?;
-        set.map(drop).ok_or_else(|| "it was taken".into())
+        Ok(set.map(drop))
     }
 
     async fn release(&mut self, (): ()) -> Result<(), BoxError> {

@@ -181,6 +181,15 @@ fn one_after_another(most_held: Scenario) -> Vec<Section> {
             far: false,
         },
         Section {
+            id: "busy-try",
+            title: "A try in vain",
+            about: "One client tries to take what another one holds, and is told so. By hand that is a try without a token, and on etcd a \
+                    put: a try may have to write.",
+            scenarios: vec![Scenario::BusyTry],
+            picture: bars(Scenario::BusyTry),
+            far: false,
+        },
+        Section {
             id: "shared",
             title: "Shared mode",
             about: "16 tasks of four clients on one name. The given per cent of them ask for it exclusively.",

@@ -198,6 +198,20 @@ impl<C: Contender> Task<C> {
         }
     }
 
+    /// Tries for so long to take what somebody else holds. Returns the time of each try.
+    pub(super) async fn try_in_vain(mut self, stretch: Duration) -> Result<(Self, Vec<Duration>), BoxError> {
+        let (began, mut times) = (Instant::now(), Vec::new());
+        while times.is_empty() || began.elapsed() < stretch {
+            let asked = Instant::now();
+            if self.usual.try_acquire().await?.is_some() {
+                return Err("it was granted what somebody else holds".into());
+            }
+            times.push(asked.elapsed());
+            consume_budget().await;
+        }
+        Ok((self, times))
+    }
+
     /// Waits for one grant; answers with when it came, and with what was counted by then.
     pub(super) async fn wait(mut self, counter: Option<Counter>) -> Result<(Self, Instant, u64), BoxError> {
         let held = self.usual.acquire().await?;

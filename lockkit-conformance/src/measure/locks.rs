@@ -139,4 +139,8 @@ impl Contender for Lock {
     async fn release(&mut self, held: LockGuard) -> Result<(), BoxError> {
         Ok(held.release().await?)
     }
+
+    async fn try_acquire(&mut self) -> Result<Option<LockGuard>, BoxError> {
+        Ok(Lock::try_acquire(self).await?)
+    }
 }

@@ -127,4 +127,13 @@ pub trait Contender: Send + 'static {
     /// # Errors
     /// Any error ends the measurement.
     fn release(&mut self, held: Self::Held) -> impl Future<Output = Result<(), BoxError>> + Send;
+
+    /// Makes one attempt. Returns `None` if somebody else holds it. By default it fails: who cannot try
+    /// [declines](Subject::declines) [`Scenario::BusyTry`].
+    ///
+    /// # Errors
+    /// Any error ends the measurement.
+    fn try_acquire(&mut self) -> impl Future<Output = Result<Option<Self::Held>, BoxError>> + Send {
+        async { Err("it cannot try".into()) }
+    }
 }

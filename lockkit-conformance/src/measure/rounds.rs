@@ -97,7 +97,7 @@ impl<S: Subject> Stage<S> {
             Scenario::Uncontended | Scenario::Recovery => (1, 1),
             Scenario::OwnNames(tasks) | Scenario::Tasks(tasks) => (1, tasks),
             Scenario::Beside(tasks) => (2, tasks + 1),
-            Scenario::HandOff => (2, 2),
+            Scenario::HandOff | Scenario::BusyTry => (2, 2),
             Scenario::Shared(_) | Scenario::Permits => (4, 16),
             // One of them holds until the others are in line.
             Scenario::Waiters(waiters) => (CONNECTIONS, waiters + 1),
@@ -215,6 +215,7 @@ impl<S: Subject> Stage<S> {
                 ])
             }
             Scenario::HandOff => Ok(self.hand_offs(effort.hand_offs).await?),
+            Scenario::BusyTry => Ok(self.busy_tries(stretch).await?),
             Scenario::Held(locks) => self.held(locks, effort.ttl).await,
             Scenario::Recovery => Ok(self.recovery(effort.ttl).await?),
         }
@@ -297,6 +298,21 @@ impl<S: Subject> Stage<S> {
         Ok(sample)
     }
 
+    async fn busy_tries(&mut self, stretch: Duration) -> Result<Sample, BoxError> {
+        let (Some(other), Some(mut holder)) = (self.crowd.tasks.pop(), self.crowd.tasks.pop()) else {
+            return Err("a try is between two".into());
+        };
+        let held = holder.usual.acquire().await?;
+        let (other, mut times) = served(tokio::spawn(other.try_in_vain(stretch))).await?;
+        holder.usual.release(held).await?;
+        self.crowd.tasks = vec![holder, other];
+        times.sort_unstable();
+        Ok(vec![
+            (Figure::P50, quantile(&times, 50)),
+            (Figure::P99, quantile(&times, 99)),
+        ])
+    }
+
     async fn held(&mut self, locks: u32, ttl: Duration) -> Result<Sample, Unfit> {
         // Enough for 10,000 locks to be renewed in time on a slow disk.
         let ttl = ttl.max(Duration::from_micros(1_500) * locks);
@@ -349,11 +365,8 @@ impl<S: Subject> Stage<S> {
     }
 }
 
-/// The result of a task's [`wait`](Task::wait).
-type Granted<C> = (Task<C>, Instant, u64);
-type Waiting<C> = JoinHandle<Result<Granted<C>, BoxError>>;
-
-async fn served<C>(mut waiting: Waiting<C>) -> Result<Granted<C>, BoxError> {
+/// What a task ends with that waits for the server.
+async fn served<T>(mut waiting: JoinHandle<Result<T, BoxError>>) -> Result<T, BoxError> {
     match timeout(PATIENCE, &mut waiting).await {
         Ok(done) => done?,
         Err(_) => {

@@ -26,6 +26,8 @@ pub enum Scenario {
     Beside(u32),
     /// From the release by one client to the grant of another that has slept for 35 ms.
     HandOff,
+    /// One client tries to take what another one holds.
+    BusyTry,
     /// 16 tasks of four clients on one name, of which so many per cent ask for it exclusively and the others shared.
     Shared(u32),
     /// 16 tasks of four clients on a semaphore of four permits.
@@ -38,7 +40,7 @@ pub enum Scenario {
 
 impl Scenario {
     /// Every scenario, in the order in which they are shown.
-    pub const ALL: [Self; 26] = [
+    pub const ALL: [Self; 27] = [
         Self::Uncontended,
         Self::OwnNames(1),
         Self::OwnNames(4),
@@ -57,6 +59,7 @@ impl Scenario {
         Self::Waiters(1_000),
         Self::Beside(16),
         Self::HandOff,
+        Self::BusyTry,
         Self::Shared(0),
         Self::Shared(5),
         Self::Shared(50),
@@ -80,6 +83,7 @@ impl Scenario {
             Self::Waiters(n) => format!("{n} waiters in line on one name"),
             Self::Beside(n) => format!("what a second client waits, beside {n} tasks of the first"),
             Self::HandOff => "hand-off to a client that has slept for 35 ms".to_owned(),
+            Self::BusyTry => "a try that finds the lock held".to_owned(),
             Self::Shared(n) => format!("16 shared holders on one name, {n} % of them exclusive"),
             Self::Permits => "16 tasks of four clients on four permits".to_owned(),
             Self::Held(n) => format!("{n} locks held by one client"),
@@ -117,6 +121,7 @@ impl Scenario {
             ],
             Self::Beside(_) => &[Figure::P50, Figure::Longest],
             Self::HandOff => &[Figure::P50, Figure::Longest, Figure::HandOffTrips],
+            Self::BusyTry => &[Figure::P50, Figure::P99],
             Self::Shared(_) | Self::Permits => &[Figure::Rate, Figure::Longest],
             Self::Held(_) => &[Figure::Processor, Figure::Memory, Figure::Packets],
             Self::Recovery => &[Figure::Recovery],
@@ -152,6 +157,7 @@ impl fmt::Display for Scenario {
             Self::Waiters(n) => write!(f, "waiters-{n}"),
             Self::Beside(n) => write!(f, "beside-{n}"),
             Self::HandOff => f.write_str("hand-off"),
+            Self::BusyTry => f.write_str("busy-try"),
             Self::Shared(n) => write!(f, "shared-{n}"),
             Self::Permits => f.write_str("permits"),
             Self::Held(n) => write!(f, "held-{n}"),
