@@ -29,7 +29,9 @@ fn exclusive_alone(scenario: Scenario) -> Option<String> {
         Scenario::Shared(_) | Scenario::Permits => Some("it is measured in exclusive mode alone".to_owned()),
         Scenario::Held(_) => Some("it renews nothing".to_owned()),
         Scenario::Waiters(_) => Some("each would need a connection".to_owned()),
-        Scenario::BusyTry => Some("it is not measured in tries".to_owned()),
+        Scenario::BusyTry | Scenario::Withdrawal => {
+            Some("it is measured in waits that end with a grant".to_owned())
+        }
         _ => None,
     }
 }

@@ -3,6 +3,7 @@
 use std::{
     fmt,
     hash::{DefaultHasher, Hash as _, Hasher as _},
+    time::{Duration, Instant},
 };
 
 use lockkit::{
@@ -11,6 +12,8 @@ use lockkit::{
     spi::Mode,
 };
 use lockkit_conformance::measure::{Client, Contender, Scenario, Subject};
+
+use tokio::time::sleep;
 
 use super::exclusive_alone;
 
@@ -66,7 +69,7 @@ impl Subject for AdvisoryLock {
 
     async fn declines(&self, scenario: Scenario) -> Result<Option<String>, BoxError> {
         Ok(match scenario {
-            Scenario::Shared(_) | Scenario::BusyTry => None,
+            Scenario::Shared(_) | Scenario::BusyTry | Scenario::Withdrawal => None,
             other => exclusive_alone(other),
         })
     }
@@ -77,10 +80,7 @@ impl Client for AdvisoryLock {
 
     async fn contender(&self, name: &str, mode: Mode) -> Result<LockedKey, BoxError> {
         let session = connect(&self.url).await?;
-        // The same in each process.
-        let mut key = DefaultHasher::new();
-        name.hash(&mut key);
-        let key = key.finish().cast_signed();
+        let key = key_of(name);
         let shared = if mode == Mode::Shared { "_shared" } else { "" };
         let ask = async |what: &str| match self.form {
             Form::Text => Ok(Ask::Text(format!("SELECT pg_{what}{shared}({key})"))),
@@ -99,6 +99,36 @@ impl Client for AdvisoryLock {
             attempt,
         })
     }
+
+    /// The statement is cancelled over another connection, and its session unlocks whatever it may have been granted meanwhile.
+    async fn withdraw(&self, name: &str, waits: Duration) -> Result<Duration, BoxError> {
+        let (session, other) = (connect(&self.url).await?, connect(&self.url).await?);
+        let id: i32 = session
+            .query_one("SELECT pg_backend_pid()", &[])
+            .await?
+            .try_get(0)?;
+        let cancel = other.prepare("SELECT pg_cancel_backend($1)").await?;
+        let lock = format!("SELECT pg_advisory_lock({})", key_of(name));
+        let cancelling = async {
+            sleep(waits).await;
+            let began = Instant::now();
+            other.query_one(&cancel, &[&id]).await.map(|_| began)
+        };
+        let (waited, began) = tokio::join!(session.simple_query(&lock), cancelling);
+        let began = began?;
+        if waited.is_ok() {
+            return Err("it was granted what somebody else holds".into());
+        }
+        session.simple_query("SELECT pg_advisory_unlock_all()").await?;
+        Ok(began.elapsed())
+    }
+}
+
+/// The same in each process.
+fn key_of(name: &str) -> i64 {
+    let mut key = DefaultHasher::new();
+    name.hash(&mut key);
+    key.finish().cast_signed()
 }
 
 enum Ask {

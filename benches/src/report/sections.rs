@@ -190,6 +190,15 @@ fn one_after_another(most_held: Scenario) -> Vec<Section> {
             far: false,
         },
         Section {
+            id: "withdrawal",
+            title: "When a waiter gives up",
+            about: "From the moment when a client withdraws that has waited for 35 ms, until the server has confirmed it. By hand the \
+                    statement is cancelled over another connection, and its session unlocks all.",
+            scenarios: vec![Scenario::Withdrawal],
+            picture: bars(Scenario::Withdrawal),
+            far: false,
+        },
+        Section {
             id: "shared",
             title: "Shared mode",
             about: "16 tasks of four clients on one name. The given per cent of them ask for it exclusively.",

@@ -2,7 +2,11 @@
 
 use std::{fmt, sync::Arc, time::Duration};
 
-use lockkit_core::{AcquireOptions, BoxError, Lock, LockClient, LockGuard, spi::Mode};
+use lockkit_core::{
+    AcquireOptions, BoxError, Lock, LockClient, LockGuard, LockName,
+    spi::{ClaimRequest, Mode, OwnerId},
+};
+use tokio::time::{Instant, sleep_until, timeout_at};
 
 use super::{Client, Clock, Contender, Processes, Scenario, Subject};
 use crate::{Harness, helper::Launch};
@@ -122,6 +126,30 @@ impl Client for LockClient {
             Mode::Permits(permits) => self.semaphore(name, permits.get())?,
         };
         Ok(lock.with_options(AcquireOptions::new().wait(AcquireOptions::MAX_DURATION)))
+    }
+
+    /// Past the driver, which withdraws in the background.
+    async fn withdraw(&self, name: &str, waits: Duration) -> Result<Duration, BoxError> {
+        let (name, owner) = (LockName::new(name)?, OwnerId::new(fastrand::u128(..)));
+        let request = ClaimRequest::new(name, Mode::Exclusive, AcquireOptions::DEFAULT_TTL, owner);
+        let mut claim = self.__backend().claim(&request).await?;
+        let until = Instant::now() + waits;
+        let waiting = async {
+            let granted = claim.attempt(waits).await?;
+            if granted.is_none() {
+                claim.notified().await;
+            }
+            Ok::<_, BoxError>(granted.is_some())
+        };
+        if let Ok(waited) = timeout_at(until, waiting).await
+            && waited?
+        {
+            return Err("it was granted what somebody else holds".into());
+        }
+        sleep_until(until).await;
+        let began = Instant::now();
+        claim.release().await?;
+        Ok(began.elapsed())
     }
 
     async fn close(self) -> Result<(), BoxError> {

@@ -41,6 +41,8 @@ mod rounds;
 mod row;
 mod scenario;
 
+use std::time::Duration;
+
 pub use contest::{Contestant, Effort, Progress, Role, Trial, contest};
 pub(crate) use crowd::Crowd;
 use lockkit_core::{BoxError, spi::Mode};
@@ -98,6 +100,21 @@ pub trait Client: Send + Sync + 'static {
         name: &str,
         mode: Mode,
     ) -> impl Future<Output = Result<Self::Contender, BoxError>> + Send;
+
+    /// Waits so long for `name`, which somebody else holds, and withdraws. Returns the time from then until the server has confirmed
+    /// that nothing of it is left. By default it fails: who cannot withdraw [declines](Subject::declines)
+    /// [`Scenario::Withdrawal`].
+    ///
+    /// # Errors
+    /// Any error ends the measurement.
+    fn withdraw(
+        &self,
+        name: &str,
+        waits: Duration,
+    ) -> impl Future<Output = Result<Duration, BoxError>> + Send {
+        let _ = (name, waits);
+        async { Err("it cannot withdraw".into()) }
+    }
 
     /// Lets go of the connection. By default by dropping the client.
     ///

@@ -19,7 +19,7 @@ use super::{
     process::{Keeper, Rivals, Rushed},
 };
 
-/// The time for which a waiter has slept when the lock is handed to it.
+/// The time for which a waiter has slept when the lock is handed to it, or when it withdraws.
 const ASLEEP: Duration = Duration::from_millis(35);
 /// The connections that share the waiters in a long line, and the time that each of them takes to come there.
 const CONNECTIONS: u32 = 10;
@@ -98,6 +98,7 @@ impl<S: Subject> Stage<S> {
             Scenario::OwnNames(tasks) | Scenario::Tasks(tasks) => (1, tasks),
             Scenario::Beside(tasks) => (2, tasks + 1),
             Scenario::HandOff | Scenario::BusyTry => (2, 2),
+            Scenario::Withdrawal => (2, 1),
             Scenario::Shared(_) | Scenario::Permits => (4, 16),
             // One of them holds until the others are in line.
             Scenario::Waiters(waiters) => (CONNECTIONS, waiters + 1),
@@ -216,6 +217,7 @@ impl<S: Subject> Stage<S> {
             }
             Scenario::HandOff => Ok(self.hand_offs(effort.hand_offs).await?),
             Scenario::BusyTry => Ok(self.busy_tries(stretch).await?),
+            Scenario::Withdrawal => Ok(self.withdrawals(effort.hand_offs).await?),
             Scenario::Held(locks) => self.held(locks, effort.ttl).await,
             Scenario::Recovery => Ok(self.recovery(effort.ttl).await?),
         }
@@ -310,6 +312,29 @@ impl<S: Subject> Stage<S> {
         Ok(vec![
             (Figure::P50, quantile(&times, 50)),
             (Figure::P99, quantile(&times, 99)),
+        ])
+    }
+
+    async fn withdrawals(&mut self, many: u32) -> Result<Sample, BoxError> {
+        let (Some(client), [holder]) = (self.crowd.clients.pop(), &mut self.crowd.tasks[..]) else {
+            return Err("a withdrawal is between two".into());
+        };
+        let held = holder.usual.acquire().await?;
+        let name = self.name.clone();
+        let withdrawing = tokio::spawn(async move {
+            let mut times = Vec::new();
+            for _ in 0..many {
+                times.push(client.withdraw(&name, ASLEEP).await?);
+            }
+            Ok::<_, BoxError>((client, times))
+        });
+        let (client, mut times) = served(withdrawing).await?;
+        holder.usual.release(held).await?;
+        self.crowd.clients.push(client);
+        times.sort_unstable();
+        Ok(vec![
+            (Figure::P50, quantile(&times, 50)),
+            (Figure::Longest, quantile(&times, 100)),
         ])
     }
 

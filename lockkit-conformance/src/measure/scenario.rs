@@ -28,6 +28,8 @@ pub enum Scenario {
     HandOff,
     /// One client tries to take what another one holds.
     BusyTry,
+    /// One client gives up that has waited for 35 ms for what another one holds.
+    Withdrawal,
     /// 16 tasks of four clients on one name, of which so many per cent ask for it exclusively and the others shared.
     Shared(u32),
     /// 16 tasks of four clients on a semaphore of four permits.
@@ -40,7 +42,7 @@ pub enum Scenario {
 
 impl Scenario {
     /// Every scenario, in the order in which they are shown.
-    pub const ALL: [Self; 27] = [
+    pub const ALL: [Self; 28] = [
         Self::Uncontended,
         Self::OwnNames(1),
         Self::OwnNames(4),
@@ -60,6 +62,7 @@ impl Scenario {
         Self::Beside(16),
         Self::HandOff,
         Self::BusyTry,
+        Self::Withdrawal,
         Self::Shared(0),
         Self::Shared(5),
         Self::Shared(50),
@@ -84,6 +87,7 @@ impl Scenario {
             Self::Beside(n) => format!("what a second client waits, beside {n} tasks of the first"),
             Self::HandOff => "hand-off to a client that has slept for 35 ms".to_owned(),
             Self::BusyTry => "a try that finds the lock held".to_owned(),
+            Self::Withdrawal => "the withdrawal of a waiter".to_owned(),
             Self::Shared(n) => format!("16 shared holders on one name, {n} % of them exclusive"),
             Self::Permits => "16 tasks of four clients on four permits".to_owned(),
             Self::Held(n) => format!("{n} locks held by one client"),
@@ -119,7 +123,7 @@ impl Scenario {
                 Figure::Mean,
                 Figure::Fairness,
             ],
-            Self::Beside(_) => &[Figure::P50, Figure::Longest],
+            Self::Beside(_) | Self::Withdrawal => &[Figure::P50, Figure::Longest],
             Self::HandOff => &[Figure::P50, Figure::Longest, Figure::HandOffTrips],
             Self::BusyTry => &[Figure::P50, Figure::P99],
             Self::Shared(_) | Self::Permits => &[Figure::Rate, Figure::Longest],
@@ -158,6 +162,7 @@ impl fmt::Display for Scenario {
             Self::Beside(n) => write!(f, "beside-{n}"),
             Self::HandOff => f.write_str("hand-off"),
             Self::BusyTry => f.write_str("busy-try"),
+            Self::Withdrawal => f.write_str("withdrawal"),
             Self::Shared(n) => write!(f, "shared-{n}"),
             Self::Permits => f.write_str("permits"),
             Self::Held(n) => write!(f, "held-{n}"),
