@@ -5,7 +5,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use criterion::{Criterion, criterion_group, criterion_main};
+use criterion::{Criterion, SamplingMode, criterion_group, criterion_main};
 use lockkit::{AcquireOptions, Lock, LockClient};
 use lockkit_benches::{Noop, duel, time_cycles};
 use tokio::runtime::{Builder, Runtime};
@@ -181,5 +181,44 @@ fn handed_round(runtime: &Runtime, lock: &Lock, waiters: u64, n: u64) -> Duratio
     })
 }
 
-criterion_group!(benches, uncontended, one_name, hand_off);
+/// Closing a client that holds 10,000 locks, against one that has as many names and holds none of them.
+fn close(c: &mut Criterion) {
+    let runtime = current_thread();
+    let mut group = c.benchmark_group("close");
+    // Most of the time goes into what is to be closed.
+    group.sample_size(10).sampling_mode(SamplingMode::Flat);
+    duel(
+        &mut group,
+        ("10,000 holds", |n| closed(&runtime, true, n)),
+        ("10,000 idle names", |n| closed(&runtime, false, n)),
+    );
+    group.finish();
+}
+
+/// Closes `n` clients.
+fn closed(runtime: &Runtime, holds: bool, n: u64) -> Duration {
+    runtime.block_on(async {
+        let mut took = Duration::ZERO;
+        for _ in 0..n {
+            let client = LockClient::new(Noop::default());
+            let (mut locks, mut guards) = (Vec::new(), Vec::new());
+            for name in 0..10_000 {
+                let lock = client.lock(format!("name-{name}")).expect("a name");
+                let guard = lock.acquire().await.expect("granted");
+                if holds {
+                    guards.push(guard);
+                } else {
+                    guard.release().await.expect("released");
+                }
+                locks.push(lock);
+            }
+            let started = Instant::now();
+            client.close(Duration::from_secs(60)).await.expect("closed");
+            took += started.elapsed();
+        }
+        took
+    })
+}
+
+criterion_group!(benches, uncontended, one_name, hand_off, close);
 criterion_main!(benches);

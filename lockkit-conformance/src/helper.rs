@@ -360,10 +360,11 @@ where
             }
             ["usage"] => Ok(usage()),
             ["close"] => {
-                self.guards.clear();
+                // It closes with what it holds.
                 if let Some(client) = self.client.take() {
                     client.close().await?;
                 }
+                self.guards.clear();
                 if let Some(crowd) = self.crowd.take() {
                     crowd.close().await?;
                 }

@@ -219,7 +219,8 @@ fn one_after_another(most_held: Scenario) -> Vec<Section> {
             title: "Locks that are kept",
             about: "One client, in a process of its own, holds many locks and only renews them. Processor time is \
                     given for a ttl of 30 s, of which a third passes between renewals. Round trips are the pieces of \
-                    traffic that left the client while it renewed every lock once.",
+                    traffic that left the client while it renewed every lock once. Closing is from the call that closes the client, \
+                    with all that it holds, until each release is confirmed.",
             scenarios: [10, 1_000, 10_000].map(Scenario::Held).to_vec(),
             picture: bars(most_held),
             far: false,

@@ -356,13 +356,15 @@ impl<S: Subject> Stage<S> {
         let (start, sent) = (keeper.usage().await?, processes.packets());
         sleep(period).await;
         let (end, sent_then) = (keeper.usage().await?, processes.packets());
+        let closing = Instant::now();
         keeper.close().await?;
+        let closing = closing.elapsed();
         let per_period = end.processor.saturating_sub(start.processor);
-        let mut sample = vec![(
-            Figure::Processor,
+        let mut sample = vec![
             // A third of 30 s.
-            per_period.as_secs_f64() / 10.0 * 100.0,
-        )];
+            (Figure::Processor, per_period.as_secs_f64() / 10.0 * 100.0),
+            (Figure::Closing, micros(closing)),
+        ];
         // A process grows by pages, and by more than a few locks take.
         if let (Some(before), Some(holding), 1_000..) = (before.memory, holding.memory, locks) {
             let grown = holding.saturating_sub(before);

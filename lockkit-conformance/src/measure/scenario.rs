@@ -127,7 +127,12 @@ impl Scenario {
             Self::HandOff => &[Figure::P50, Figure::Longest, Figure::HandOffTrips],
             Self::BusyTry => &[Figure::P50, Figure::P99],
             Self::Shared(_) | Self::Permits => &[Figure::Rate, Figure::Longest],
-            Self::Held(_) => &[Figure::Processor, Figure::Memory, Figure::Packets],
+            Self::Held(_) => &[
+                Figure::Processor,
+                Figure::Memory,
+                Figure::Packets,
+                Figure::Closing,
+            ],
             Self::Recovery => &[Figure::Recovery],
         }
     }
@@ -243,6 +248,8 @@ pub enum Figure {
     HandOffTrips,
     /// The time until the next grant, in µs.
     Recovery,
+    /// The time in which a client is closed that holds them, in µs: until each release is confirmed.
+    Closing,
 }
 
 impl Figure {
@@ -264,6 +271,7 @@ impl Figure {
             Self::ReleaseTrips => "round trips per release",
             Self::HandOffTrips => "round trips per hand-off",
             Self::Recovery => "time",
+            Self::Closing => "closing",
         }
     }
 
@@ -278,6 +286,7 @@ impl Figure {
                 | Self::ServerTime
                 | Self::ClientTime
                 | Self::Recovery
+                | Self::Closing
         )
     }
 
