@@ -20,7 +20,7 @@ use lockkit_conformance::{
 };
 use lockkit_testbed::{
     Mode, Proxy,
-    etcd::{self, EtcdServer},
+    etcd::{self, EtcdCluster, EtcdServer},
     mysql::{Flavour, MySql},
     postgres::{self, PgServer},
     redis::{self, RedisServer},
@@ -37,7 +37,7 @@ use crate::{
 };
 
 /// All that may take part, by name.
-pub const BACKENDS: [&str; 9] = [
+pub const BACKENDS: [&str; 10] = [
     "memory",
     "file",
     "redis",
@@ -47,6 +47,7 @@ pub const BACKENDS: [&str; 9] = [
     "mysql",
     "postgres",
     "etcd",
+    "etcd3",
 ];
 /// The number of masters that Redlock is measured on.
 const MASTERS: usize = 5;
@@ -111,7 +112,8 @@ impl Comparison {
                 "mariadb" => comparison.mysql(backend, Flavour::MariaDb).await,
                 "mysql" => comparison.mysql(backend, Flavour::MySql).await,
                 "postgres" => comparison.postgres().await,
-                _ => comparison.etcd(),
+                "etcd" => comparison.etcd(),
+                _ => comparison.etcd3(),
             };
             if let Err(why) = there {
                 comparison.skipped.push(Skipped {
@@ -407,26 +409,44 @@ impl Comparison {
         }
         let server = EtcdServer::plain()?;
         let servers = Servers::new([server.addr()], [server.pid()]);
+        self.etcd_at("etcd", &server, &servers)?;
+        self.running.push(Box::new(server));
+        Ok(())
+    }
+
+    /// Three members, all asked by way of one that follows.
+    fn etcd3(&mut self) -> Result<(), Absent> {
+        if let Some(missing) = etcd::missing() {
+            return Err(missing.into());
+        }
+        let cluster = EtcdCluster::start()?;
+        let members = cluster.members();
+        let follower = &members[(cluster.leader()? + 1) % members.len()];
+        let servers = Servers::new([follower.addr()], members.iter().map(EtcdServer::pid));
+        self.etcd_at("etcd3", follower, &servers)?;
+        self.running.push(Box::new(cluster));
+        Ok(())
+    }
+
+    fn etcd_at(&mut self, backend: &str, server: &EtcdServer, servers: &Servers) -> Result<(), Absent> {
         let version = server.ctl(&["endpoint", "status"])?;
         // `127.0.0.1:40000, 8e9e05c52164694d, 3.4.23, 20 kB, …`
         let version = version.split(", ").nth(2).unwrap_or("unknown").to_owned();
-        self.versions.insert("etcd".to_owned(), version);
-        self.peers(("etcd", "put, delete, by hand", Role::Floor), &servers, |addrs| {
+        self.versions.insert(backend.to_owned(), version);
+        self.peers((backend, "put, delete, by hand", Role::Floor), servers, |addrs| {
             Peer::PutKey(PutKey { addr: addrs[0] })
         })?;
-        self.ours(("etcd", "lockkit"), &servers, |addrs| {
+        self.ours((backend, "lockkit"), servers, |addrs| {
             format!("etcd://{}", addrs[0])
         })?;
         let line = EtcdClientEach {
             addr: server.addr().to_string(),
         };
-        let who = ("etcd", "lockkit, a client each", Role::Ours);
+        let who = (backend, "lockkit, a client each", Role::Ours);
         self.enter(who, line, |scenario| matches!(scenario, Scenario::Waiters(_)));
-        self.peers(("etcd", "the server's Lock", Role::Peer), &servers, |addrs| {
+        self.peers((backend, "the server's Lock", Role::Peer), servers, |addrs| {
             Peer::LockRequest(LockRequest { addr: addrs[0] })
-        })?;
-        self.running.push(Box::new(server));
-        Ok(())
+        })
     }
 }
 

@@ -45,7 +45,7 @@ impl<E: Error + Send + Sync> From<DrawingAreaErrorKind<E>> for CannotDraw {
 }
 
 /// The colours of the backends, told apart by most eyes (after Okabe and Ito), on white and on black.
-const COLOURS: [(&str, RGBColor); 9] = [
+const COLOURS: [(&str, RGBColor); 10] = [
     ("memory", RGBColor(0x7a, 0x7a, 0x7a)),
     ("file", RGBColor(0xb5, 0x8a, 0x00)),
     ("redis", RGBColor(0xd5, 0x5e, 0x00)),
@@ -55,6 +55,7 @@ const COLOURS: [(&str, RGBColor); 9] = [
     ("mysql", RGBColor(0x56, 0xb4, 0xe9)),
     ("postgres", RGBColor(0x8f, 0x5b, 0xd6)),
     ("etcd", RGBColor(0x4b, 0x6b, 0x3c)),
+    ("etcd3", RGBColor(0xa8, 0x4b, 0x5c)),
 ];
 
 /// The colour of a backend's bars: lockkit's own in full, the others' paler. Each is that backend's alone, so that the

@@ -27,7 +27,8 @@ pub(super) fn render(results: &Results, sections: &[Section]) -> String {
          that other work of the machine meets both sides. Above 1 is good for rates and bad for times. Without anything to \
          compare with there is no ratio. Clients, servers and disks share the one machine, over loopback. The servers have \
          their default durability, except ZooKeeper and etcd, which do not wait for their disks. ZooKeeper has a tick of \
-         100 ms, for sessions of 4 s. So ratios within a backend say more than those between backends.\n\n\
+         100 ms, for sessions of 4 s. `etcd3` is three members of etcd, which all ask by way of one that follows. So ratios \
+         within a backend say more than those between backends.\n\n\
          [criterion](https://bheisler.github.io/criterion.rs/book/) measures one contestant after the other. Use it to \
          compare a change with the state before, by its own `--save-baseline` and `--baseline` and its report in \
          `target/criterion`. To compare backends use the matrix, in which all take turns. `--bench scenarios` takes about \
