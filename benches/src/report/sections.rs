@@ -175,7 +175,8 @@ fn one_after_another(most_held: Scenario) -> Vec<Section> {
         Section {
             id: "hand-off",
             title: "Hand-off",
-            about: "From the call that releases to the grant of another client, which has slept for 35 ms.",
+            about: "From the call that releases to the grant of another client, which has slept for 35 ms. The release is the \
+                    time of that call alone.",
             scenarios: vec![Scenario::HandOff],
             picture: bars(Scenario::HandOff),
             far: false,

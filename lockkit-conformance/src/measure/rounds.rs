@@ -264,7 +264,7 @@ impl<S: Subject> Stage<S> {
     }
 
     async fn hand_offs(&mut self, many: u32) -> Result<Sample, BoxError> {
-        let (mut times, mut trips) = (Vec::new(), 0);
+        let (mut times, mut releases, mut trips) = (Vec::new(), Vec::new(), 0);
         let counter = self.round_trips.clone();
         let count = || counter.as_ref().map_or(0, |count| count());
         for _ in 0..many {
@@ -281,18 +281,22 @@ impl<S: Subject> Stage<S> {
             // In a task, as a holder is, and not on a thread that is none of the runtime's.
             let releasing = tokio::spawn(async move {
                 let released_at = Instant::now();
-                near.usual.release(held).await.map(|()| (near, released_at))
+                near.usual.release(held).await?;
+                Ok::<_, BoxError>((near, released_at, released_at.elapsed()))
             });
             let (far, granted_at, by_then) = served(waiting).await?;
             trips += by_then - before;
-            let (near, released_at) = releasing.await??;
+            let (near, released_at, took) = releasing.await??;
+            releases.push(took);
             times.push(granted_at.saturating_duration_since(released_at));
             self.crowd.tasks = vec![near, far];
         }
         times.sort_unstable();
+        releases.sort_unstable();
         let mut sample = vec![
             (Figure::P50, quantile(&times, 50)),
             (Figure::Longest, quantile(&times, 100)),
+            (Figure::Release, quantile(&releases, 50)),
         ];
         if counter.is_some() {
             sample.push((Figure::HandOffTrips, float(trips) / f64::from(many)));

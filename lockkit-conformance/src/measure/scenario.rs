@@ -124,7 +124,12 @@ impl Scenario {
                 Figure::Fairness,
             ],
             Self::Beside(_) | Self::Withdrawal => &[Figure::P50, Figure::Longest],
-            Self::HandOff => &[Figure::P50, Figure::Longest, Figure::HandOffTrips],
+            Self::HandOff => &[
+                Figure::P50,
+                Figure::Longest,
+                Figure::Release,
+                Figure::HandOffTrips,
+            ],
             Self::BusyTry => &[Figure::P50, Figure::P99],
             Self::Shared(_) | Self::Permits => &[Figure::Rate, Figure::Longest],
             Self::Held(_) => &[
@@ -246,6 +251,8 @@ pub enum Figure {
     ReleaseTrips,
     /// The round trips from the call that releases to the next grant, by whomever they are, likewise.
     HandOffTrips,
+    /// The median time of the release that hands the lock on, in µs: what a hand-off waits for at least.
+    Release,
     /// The time until the next grant, in µs.
     Recovery,
     /// The time in which a client is closed that holds them, in µs: until each release is confirmed.
@@ -270,6 +277,7 @@ impl Figure {
             Self::AcquireTrips => "round trips per acquisition",
             Self::ReleaseTrips => "round trips per release",
             Self::HandOffTrips => "round trips per hand-off",
+            Self::Release => "release",
             Self::Recovery => "time",
             Self::Closing => "closing",
         }
@@ -285,6 +293,7 @@ impl Figure {
                 | Self::Mean
                 | Self::ServerTime
                 | Self::ClientTime
+                | Self::Release
                 | Self::Recovery
                 | Self::Closing
         )
