@@ -5,7 +5,7 @@
 //! regular expression, picks by names such as `clients-16/redis lockkit`; if it has a backend's name in it, no servers of
 //! others are started. `--save-baseline`, `--baseline` and the report in `target/criterion` are criterion's own. One is
 //! measured after the other: what the matrix tells in turns is not to be told from here. What takes seconds for one figure
-//! (`held-*`, `waiters-*`, `recovery`) is the matrix's alone.
+//! (`held-*`, `waiters-*`, `recovery`, `silence`) is the matrix's alone.
 
 use std::time::Duration;
 
@@ -58,7 +58,7 @@ fn main() {
     let scenarios = Scenario::ALL.into_iter().filter(|scenario| {
         !matches!(
             scenario,
-            Scenario::Held(_) | Scenario::Waiters(_) | Scenario::Recovery
+            Scenario::Held(_) | Scenario::Waiters(_) | Scenario::Recovery | Scenario::Silence
         )
     });
     for scenario in scenarios {

@@ -27,7 +27,7 @@ pub use self::{
 fn exclusive_alone(scenario: Scenario) -> Option<String> {
     match scenario {
         Scenario::Shared(_) | Scenario::Permits => Some("it is measured in exclusive mode alone".to_owned()),
-        Scenario::Held(_) => Some("it renews nothing".to_owned()),
+        Scenario::Held(_) | Scenario::Silence => Some("it renews nothing".to_owned()),
         Scenario::Waiters(_) => Some("each would need a connection".to_owned()),
         Scenario::BusyTry | Scenario::Withdrawal => {
             Some("it is measured in waits that end with a grant".to_owned())

@@ -32,7 +32,7 @@ pub(super) fn render(results: &Results, sections: &[Section]) -> String {
          [criterion](https://bheisler.github.io/criterion.rs/book/) measures one contestant after the other. Use it to \
          compare a change with the state before, by its own `--save-baseline` and `--baseline` and its report in \
          `target/criterion`. To compare backends use the matrix, in which all take turns. `--bench scenarios` takes about \
-         ten minutes for everything and one for a backend. Only the matrix has `held-*`, `waiters-*` and `recovery`. \
+         ten minutes for everything and one for a backend. Only the matrix has `held-*`, `waiters-*`, `recovery` and `silence`. \
          `--bench driver` measures the driver above all backends, on a backend that costs nothing.\n\n",
     );
     summary(&mut text, results);

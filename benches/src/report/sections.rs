@@ -229,10 +229,10 @@ fn one_after_another(most_held: Scenario) -> Vec<Section> {
         Section {
             id: "recovery",
             title: "When the holder dies",
-            about: "A process that holds the lock with a ttl of 4 s is killed (−9) right after its grant: the time \
+            about: "A process that holds the lock with a ttl of 4 s is killed (−9) right after its grant, or stopped: the time \
                     until a waiting client is granted. Where a lease has to run out, that is the lease. A connection or a \
                     file ends with its process.",
-            scenarios: vec![Scenario::Recovery],
+            scenarios: vec![Scenario::Recovery, Scenario::Silence],
             picture: bars(Scenario::Recovery),
             far: false,
         },

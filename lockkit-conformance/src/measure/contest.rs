@@ -319,7 +319,7 @@ impl Effort {
     /// Returns the number of turns that a contestant has in a pass. The first of several does not count.
     fn turns(&self, scenario: Scenario, pass: u32) -> u32 {
         match scenario {
-            Scenario::Waiters(_) | Scenario::Held(_) | Scenario::Recovery => {
+            Scenario::Waiters(_) | Scenario::Held(_) | Scenario::Recovery | Scenario::Silence => {
                 u32::from(pass < self.slow_passes)
             }
             // Each ends long after its stretch, when the last of them has been served.

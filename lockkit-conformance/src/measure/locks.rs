@@ -86,7 +86,8 @@ impl Subject for Locks {
         if matches!(scenario, Scenario::Waiters(_)) {
             return Ok(Some("most waiters of a client wait within it".to_owned()));
         }
-        if !needs_shared && !needs_permits {
+        let needs_lease = scenario == Scenario::Silence;
+        if !needs_shared && !needs_permits && !needs_lease {
             return Ok(None);
         }
         let client = self.harness.client().await?;
@@ -96,6 +97,8 @@ impl Subject for Locks {
             Some("the backend has no shared mode".to_owned())
         } else if needs_permits && !can.permits {
             Some("the backend has no semaphores".to_owned())
+        } else if needs_lease && !can.lease {
+            Some("a hold lasts as long as its process".to_owned())
         } else {
             None
         })

@@ -124,6 +124,10 @@ impl Keeper {
         self.0.process.kill().map(drop)
     }
 
+    pub(super) fn stop(&mut self) -> io::Result<()> {
+        self.0.process.stop()
+    }
+
     async fn told(&mut self, command: &str, done: &str) -> io::Result<()> {
         told(&mut self.0, command, done).await
     }

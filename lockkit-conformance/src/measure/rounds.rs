@@ -1,6 +1,7 @@
 //! One round of one contestant in each scenario.
 
 use std::{
+    io,
     num::NonZeroU32,
     time::{Duration, Instant},
 };
@@ -62,7 +63,8 @@ pub(super) async fn fit(subject: &impl Subject, scenario: Scenario) -> Result<Op
         | Scenario::Processes(_)
         | Scenario::Holding(_)
         | Scenario::Held(_)
-        | Scenario::Recovery => Some(subject.processes().map_err(Unfit::Declines)?),
+        | Scenario::Recovery
+        | Scenario::Silence => Some(subject.processes().map_err(Unfit::Declines)?),
         _ => None,
     })
 }
@@ -94,7 +96,7 @@ impl<S: Subject> Stage<S> {
             return Err(Unfit::Declines("it takes too long for a quick run".to_owned()));
         }
         let (many_clients, many_tasks) = match scenario {
-            Scenario::Uncontended | Scenario::Recovery => (1, 1),
+            Scenario::Uncontended | Scenario::Recovery | Scenario::Silence => (1, 1),
             Scenario::OwnNames(tasks) | Scenario::Tasks(tasks) => (1, tasks),
             Scenario::Beside(tasks) => (2, tasks + 1),
             Scenario::HandOff | Scenario::BusyTry => (2, 2),
@@ -219,7 +221,8 @@ impl<S: Subject> Stage<S> {
             Scenario::BusyTry => Ok(self.busy_tries(stretch).await?),
             Scenario::Withdrawal => Ok(self.withdrawals(effort.hand_offs).await?),
             Scenario::Held(locks) => self.held(locks, effort.ttl).await,
-            Scenario::Recovery => Ok(self.recovery(effort.ttl).await?),
+            Scenario::Recovery => Ok(self.recovery(effort.ttl, Keeper::kill).await?),
+            Scenario::Silence => Ok(self.recovery(effort.ttl, Keeper::stop).await?),
         }
     }
 
@@ -380,18 +383,22 @@ impl<S: Subject> Stage<S> {
         Ok(sample)
     }
 
-    async fn recovery(&mut self, ttl: Duration) -> Result<Sample, BoxError> {
+    async fn recovery(
+        &mut self,
+        ttl: Duration,
+        end: fn(&mut Keeper) -> io::Result<()>,
+    ) -> Result<Sample, BoxError> {
         let processes = self.processes.as_ref().ok_or("no processes")?;
         let mut keeper = Keeper::start(processes).await?;
         keeper.acquire(ttl, &self.name).await?;
         let waiter = self.crowd.tasks.pop().ok_or("nobody to wait")?;
         let waiting = tokio::spawn(waiter.wait(None));
         sleep(ASLEEP).await;
-        let killed_at = Instant::now();
-        keeper.kill()?;
+        let ended_at = Instant::now();
+        end(&mut keeper)?;
         let (waiter, granted_at, _) = served(waiting).await?;
         self.crowd.tasks.push(waiter);
-        let took = granted_at.saturating_duration_since(killed_at);
+        let took = granted_at.saturating_duration_since(ended_at);
         Ok(vec![(Figure::Recovery, micros(took))])
     }
 }

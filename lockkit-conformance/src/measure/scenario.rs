@@ -38,11 +38,13 @@ pub enum Scenario {
     Held(u32),
     /// From the kill −9 of the holder's process to the grant of a client that waits.
     Recovery,
+    /// From the moment when the holder's process is stopped, and says nothing any more, to the grant of a client that waits.
+    Silence,
 }
 
 impl Scenario {
     /// Every scenario, in the order in which they are shown.
-    pub const ALL: [Self; 28] = [
+    pub const ALL: [Self; 29] = [
         Self::Uncontended,
         Self::OwnNames(1),
         Self::OwnNames(4),
@@ -71,6 +73,7 @@ impl Scenario {
         Self::Held(1_000),
         Self::Held(10_000),
         Self::Recovery,
+        Self::Silence,
     ];
 
     /// Returns what happens in it, in a line.
@@ -92,6 +95,7 @@ impl Scenario {
             Self::Permits => "16 tasks of four clients on four permits".to_owned(),
             Self::Held(n) => format!("{n} locks held by one client"),
             Self::Recovery => "the next grant after the holder's kill −9".to_owned(),
+            Self::Silence => "the next grant after the holder's process was stopped".to_owned(),
         }
     }
 
@@ -138,7 +142,7 @@ impl Scenario {
                 Figure::Packets,
                 Figure::Closing,
             ],
-            Self::Recovery => &[Figure::Recovery],
+            Self::Recovery | Self::Silence => &[Figure::Recovery],
         }
     }
 
@@ -177,6 +181,7 @@ impl fmt::Display for Scenario {
             Self::Permits => f.write_str("permits"),
             Self::Held(n) => write!(f, "held-{n}"),
             Self::Recovery => f.write_str("recovery"),
+            Self::Silence => f.write_str("silence"),
         }
     }
 }

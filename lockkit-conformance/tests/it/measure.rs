@@ -136,6 +136,7 @@ fn every_scenario_of_one_process_is_measured_in_all_its_figures() {
                 | Scenario::Waiters(_)
                 | Scenario::Held(_)
                 | Scenario::Recovery
+                | Scenario::Silence
         ) {
             let Outcome::Skipped(why) = &row.outcome else {
                 panic!("without other processes: {row:?}");
