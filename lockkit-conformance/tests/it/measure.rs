@@ -98,6 +98,10 @@ impl Client for Known {
     async fn contender(&self, _: &str, _: Mode) -> std::result::Result<Self, BoxError> {
         Ok(self.clone())
     }
+
+    async fn withdraw(&self, _: &str, waits: Duration) -> std::result::Result<Duration, BoxError> {
+        Ok(waits)
+    }
 }
 
 impl Contender for Known {
@@ -117,6 +121,11 @@ impl Contender for Known {
     async fn release(&mut self, (): ()) -> std::result::Result<(), BoxError> {
         tokio::time::sleep(self.release).await;
         Ok(())
+    }
+
+    async fn try_acquire(&mut self) -> std::result::Result<Option<()>, BoxError> {
+        tokio::time::sleep(self.release).await;
+        Ok(None)
     }
 }
 
@@ -218,6 +227,23 @@ fn round_trips_are_counted_per_acquisition_release_and_hand_off() {
     assert_eq!(rows[0].rounds(Figure::ReleaseTrips), [1.0; 3]);
     // The waiter's earlier work does not count.
     assert_eq!(rows[1].rounds(Figure::HandOffTrips), [1.0; 3]);
+}
+
+#[test]
+fn tries_and_withdrawals_are_timed_where_there_are_any() {
+    let known = Known::named("known", &Arc::default());
+    let mut contestants = [
+        Contestant::new("x", "known", Role::Ours, known),
+        Contestant::new("x", "cannot", Role::Peer, Counted::default()),
+    ];
+    let rows = measure(&mut contestants, &[Scenario::BusyTry, Scenario::Withdrawal]);
+    let tried = rows[0].value(Figure::P50).unwrap();
+    assert!((1e3..1e6).contains(&tried), "{tried} µs of 1 ms");
+    assert_eq!(rows[1].outcome, Outcome::Failed("it cannot try".to_owned()));
+    // It says that it takes as long as it has waited.
+    let withdrawn = rows[2].value(Figure::P50).unwrap();
+    assert!((withdrawn - 35e3).abs() < 1.0, "{withdrawn} µs of 35 ms");
+    assert_eq!(rows[3].outcome, Outcome::Failed("it cannot withdraw".to_owned()));
 }
 
 /// Takes no time to acquire, in as many processes as there are.
