@@ -176,12 +176,23 @@ fn without_urls(message: &str) -> String {
     })
 }
 
-/// The URL in an argument, perhaps behind an option or in quotes.
+/// The URL in an argument, perhaps behind an option or in quotes. Also what has lost its scheme, or a slash of it: a user and a password,
+/// and a host.
 pub(crate) fn url_in(argument: &str) -> Option<&str> {
-    let (before, _) = argument.split_once("://")?;
-    let begin = before.trim_end_matches(|c: char| c.is_ascii_alphanumeric() || "+-.".contains(c));
-    let url = argument.get(begin.len()..)?;
-    Some(url.trim_end_matches(is_around))
+    let begin = if let Some((before, _)) = argument.split_once("://") {
+        before
+            .trim_end_matches(|c: char| c.is_ascii_alphanumeric() || "+-.".contains(c))
+            .len()
+    } else {
+        let (user, _) = argument.rsplit_once('@')?;
+        if !user.contains(':') {
+            return None;
+        }
+        // Behind the option.
+        let option = argument.starts_with('-').then(|| argument.find('='));
+        option.flatten().map_or(0, |equals| equals + 1)
+    };
+    Some(argument.get(begin..)?.trim_matches(is_around))
 }
 
 /// What to do with a URL that has been hidden.

@@ -254,6 +254,32 @@ fn a_mistake_with_a_url_is_told_without_its_password() {
 }
 
 #[test]
+fn a_url_without_its_scheme_is_told_without_its_password() {
+    for url in [
+        "app:canary@127.0.0.1:1",
+        "redis:app:canary@127.0.0.1:1",
+        "redis:/app:canary@127.0.0.1:1",
+        "'app:canary@127.0.0.1:1'",
+    ] {
+        let wait = format!("--wait={url}");
+        for arguments in [
+            &["list", "a", url][..],
+            &["run", "job", url],
+            &["run", &wait, "job", "--", "true"],
+            &["bench", "--url", "memory:", "--only", url],
+            &[url],
+            &["man", url],
+        ] {
+            complains(arguments, &["***@127.0.0.1:1", "LOCKKIT_URL"]);
+            let (_, _, complaint) = outcome(&mut lockkit(arguments));
+            assert!(!complaint.contains("canary"), "{arguments:?}: {complaint}");
+        }
+    }
+    // An address has none.
+    complains(&["man", "me@host:1"], &["`me@host:1`"]);
+}
+
+#[test]
 fn directories_that_cannot_be_used_get_one_line_with_the_path() {
     let site = Site::new();
     fs::write(site.path("file"), "").unwrap();
