@@ -25,7 +25,15 @@ pub(crate) struct Site {
 
 impl Site {
     pub(crate) fn new() -> Self {
-        let dir = tempfile::tempdir().unwrap();
+        Self::within(tempfile::tempdir().unwrap())
+    }
+
+    /// Where other users come, too: the way to a test's own directory is not open to all.
+    pub(crate) fn open_to_all() -> Self {
+        Self::within(tempfile::tempdir_in("/tmp").unwrap())
+    }
+
+    fn within(dir: TempDir) -> Self {
         let url = format!("file://{}/locks", dir.path().display());
         Self { dir, url }
     }
