@@ -3,6 +3,7 @@
 use std::{
     io,
     net::SocketAddr,
+    panic::{AssertUnwindSafe, catch_unwind, resume_unwind},
     sync::{
         Arc, Mutex,
         atomic::{AtomicUsize, Ordering},
@@ -24,7 +25,7 @@ use lockkit_mysql::{
 use lockkit_testbed::{
     Shared, eventually,
     mysql::{Flavour, MySql},
-    skipped,
+    skipped, soon,
 };
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
@@ -56,7 +57,16 @@ macro_rules! for_each_flavour {
 }
 pub(crate) use for_each_flavour;
 
-/// Runs a test on a runtime of its own, if there is a server of this flavour.
+/// The longest time for one test, on the busiest machine.
+const LONGEST: Duration = Duration::from_mins(5);
+
+/// The longest time in which the runtime of a test ends.
+const ENDS_WITHIN: Duration = Duration::from_mins(1);
+
+/// The longest time for which the server's master account waits for an answer.
+const ANSWERS_WITHIN: Duration = Duration::from_mins(3);
+
+/// Runs a test on a runtime of its own, if there is a server of this flavour. One that hangs fails, and stops no other.
 pub(crate) fn run<F: Future<Output = ()>>(flavour: Flavour, test: impl FnOnce(Flavour) -> F) {
     let backend = match flavour {
         Flavour::MariaDb => "mysql",
@@ -68,8 +78,18 @@ pub(crate) fn run<F: Future<Output = ()>>(flavour: Flavour, test: impl FnOnce(Fl
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(2)
         .enable_all()
-        .build();
-    runtime.expect("a runtime").block_on(test(flavour));
+        .build()
+        .expect("a runtime");
+    let test = async { timeout(LONGEST, test(flavour)).await };
+    let done = catch_unwind(AssertUnwindSafe(|| runtime.block_on(test)));
+    let ending = Instant::now();
+    // Dropped, it would wait for a thread that hangs for ever.
+    runtime.shutdown_timeout(ENDS_WITHIN);
+    match done {
+        Ok(done) => assert!(done.is_ok(), "it hangs: it is not over after {LONGEST:?}"),
+        Err(panic) => resume_unwind(panic),
+    }
+    assert!(ending.elapsed() < ENDS_WITHIN, "a thread of its runtime hangs");
 }
 
 /// A server that no test harms.
@@ -104,7 +124,10 @@ pub(crate) fn name(of: &str) -> String {
 }
 
 /// The server's master account.
-pub(crate) struct Admin(MySqlConnection);
+pub(crate) struct Admin {
+    connection: MySqlConnection,
+    options: MySqlConnectOptions,
+}
 
 impl Admin {
     pub(crate) async fn of(server: &MySql) -> Self {
@@ -114,25 +137,27 @@ impl Admin {
     }
 
     pub(crate) async fn login(addr: SocketAddr, user: &str, password: &str) -> sqlx::Result<Self> {
-        let options = options(addr, user, password).database(MySql::DATABASE);
-        Ok(Self(options.connect().await?))
+        Self::connect(options(addr, user, password).database(MySql::DATABASE)).await
     }
 
     /// An account that may use no database.
     pub(crate) async fn stranger(addr: SocketAddr, user: &str, password: &str) -> sqlx::Result<Self> {
-        Ok(Self(options(addr, user, password).connect().await?))
+        Self::connect(options(addr, user, password)).await
+    }
+
+    async fn connect(options: MySqlConnectOptions) -> sqlx::Result<Self> {
+        let connection = options.connect().await?;
+        Ok(Self { connection, options })
     }
 
     /// Runs one or more statements, and returns the rows as text.
     pub(crate) async fn try_run(&mut self, sql: &str) -> sqlx::Result<Vec<Vec<String>>> {
-        let rows = sqlx::raw_sql(AssertSqlSafe(sql)).fetch_all(&mut self.0).await?;
-        let text = |row: &sqlx::mysql::MySqlRow, index| {
-            let bytes: Option<Vec<u8>> = row.try_get_unchecked(index)?;
-            Ok(String::from_utf8_lossy(&bytes.unwrap_or_default()).into_owned())
+        let Ok(answer) = timeout(ANSWERS_WITHIN, rows(&mut self.connection, sql)).await else {
+            // It may wait for another session for a day.
+            let sessions = timeout(ENDS_WITHIN, processes(self.options.clone())).await;
+            panic!("no answer within {ANSWERS_WITHIN:?}: {sql}; the sessions are {sessions:?}");
         };
-        rows.iter()
-            .map(|row| (0..row.len()).map(|index| text(row, index)).collect())
-            .collect()
+        answer
     }
 
     pub(crate) async fn run(&mut self, sql: &str) -> Vec<Vec<String>> {
@@ -182,8 +207,26 @@ impl Admin {
     }
 
     pub(crate) async fn close(self) {
-        let _ = self.0.close().await;
+        let _ = self.connection.close().await;
     }
+}
+
+/// Runs one or more statements, and returns the rows as text.
+async fn rows(connection: &mut MySqlConnection, sql: &str) -> sqlx::Result<Vec<Vec<String>>> {
+    let rows = sqlx::raw_sql(AssertSqlSafe(sql)).fetch_all(connection).await?;
+    let text = |row: &sqlx::mysql::MySqlRow, index| {
+        let bytes: Option<Vec<u8>> = row.try_get_unchecked(index)?;
+        Ok(String::from_utf8_lossy(&bytes.unwrap_or_default()).into_owned())
+    };
+    rows.iter()
+        .map(|row| (0..row.len()).map(|index| text(row, index)).collect())
+        .collect()
+}
+
+/// Returns what all sessions are at, as a new one sees it.
+async fn processes(options: MySqlConnectOptions) -> sqlx::Result<Vec<Vec<String>>> {
+    let mut connection = options.connect().await?;
+    rows(&mut connection, "SHOW FULL PROCESSLIST").await
 }
 
 fn options(addr: SocketAddr, user: &str, password: &str) -> MySqlConnectOptions {
@@ -363,9 +406,10 @@ pub(crate) struct HeldBack {
 }
 
 impl HeldBack {
-    /// Returns once it is under way.
+    /// Returns once it is under way, within a minute.
     pub(crate) async fn came(&mut self) {
-        (&mut self.came).await.expect("it comes");
+        let came = soon("it comes", &mut self.came).await;
+        came.expect("it comes");
     }
 
     /// Delivers it. The result is notified once its client has gone and the server has run it.
