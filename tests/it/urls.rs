@@ -801,9 +801,8 @@ fn what_follows_a_question_mark_may_be_a_password() {
         let text = refused(url).to_string();
         assert!(text.contains("%3F") && !text.contains("canary"), "{url}: {text}");
     }
-    LockConfig::from_url("memory:?label=ops@host").unwrap();
     if cfg!(all(feature = "file", unix)) {
-        LockConfig::from_url("file:/locks?label=ops@host").unwrap();
+        assert!(LockConfig::from_url("file:/locks?label=ops@host").is_ok());
     }
 }
 
