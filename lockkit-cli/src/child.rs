@@ -1,7 +1,6 @@
 //! The command that `run` runs, as a process with what it has started.
 
 use std::{
-    collections::HashSet,
     io,
     os::unix::process::{CommandExt, ExitStatusExt},
     process::{Command, ExitStatus},
@@ -364,12 +363,14 @@ impl Child {
         let deadline = Instant::now() + within;
         let mut seen_none = false;
         loop {
-            let members = self.members();
+            let looked = family::look(&self.before);
             // Of short-lived ones that begin each other, each has gone before a signal to it alone. Nobody slips out of a group.
-            let groups = members.iter().flatten().flatten().filter_map(|it| it.own_group);
-            for group in groups.collect::<HashSet<Pid>>() {
-                let _ = kill_process_group(group, Signal::KILL);
+            for group in looked.iter().flatten().flat_map(|(_, groups)| groups) {
+                if self.is_its_session(group.session, group.shares_session) {
+                    let _ = kill_process_group(group.id, Signal::KILL);
+                }
             }
+            let members = looked.map(|looked| looked.map(|(relatives, _)| self.members_of(relatives)));
             for member in members.iter().flatten().flatten() {
                 member.signal(Signal::KILL);
             }
@@ -404,12 +405,18 @@ impl Child {
     /// The processes of the command, itself included, but for those that have a session of their own. `None` where the
     /// system does not tell.
     fn members(&self) -> io::Result<Option<Vec<Relative>>> {
-        let mut relatives = family::relatives(&self.before)?;
-        if let Some(relatives) = &mut relatives {
-            // If the command itself has made a session, that has its id.
-            relatives.retain(|it| it.shares_session || it.session == Some(self.pid));
-        }
-        Ok(relatives)
+        let relatives = family::relatives(&self.before)?;
+        Ok(relatives.map(|relatives| self.members_of(relatives)))
+    }
+
+    fn members_of(&self, mut relatives: Vec<Relative>) -> Vec<Relative> {
+        relatives.retain(|it| self.is_its_session(it.session, it.shares_session));
+        relatives
+    }
+
+    /// Returns whether this is a session of the command. If it has made one itself, that has its id.
+    fn is_its_session(&self, session: Option<Pid>, is_shared: bool) -> bool {
+        is_shared || session == Some(self.pid)
     }
 
     /// The [members](Self::members), if the system tells now.

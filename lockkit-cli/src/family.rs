@@ -20,8 +20,6 @@ pub(crate) struct Relative {
     pub(crate) group: Option<Pid>,
     pub(crate) session: Option<Pid>,
     pub(crate) shares_group: bool,
-    /// The group, if all of it descends from this process and may be signalled as a whole.
-    pub(crate) own_group: Option<Pid>,
     pub(crate) shares_session: bool,
     #[cfg(target_os = "linux")]
     began: u64,
@@ -78,11 +76,27 @@ pub(crate) fn reap_orphans(but: Pid) {
     let _ = but;
 }
 
+/// A group that has nobody in it but what descends from this process, so that it may be signalled as a whole.
+#[derive(PartialEq, Eq, Hash)]
+pub(crate) struct OwnGroup {
+    pub(crate) id: Pid,
+    pub(crate) session: Option<Pid>,
+    pub(crate) shares_session: bool,
+}
+
 /// Those that there are now, `but` for some and those that they have begun; `None` where the system does not tell.
 ///
 /// # Errors
 /// If it does not tell now, as when there is no descriptor left.
 pub(crate) fn relatives(but: &[Relative]) -> io::Result<Option<Vec<Relative>>> {
+    Ok(look(but)?.map(|(relatives, _)| relatives))
+}
+
+/// The same, and their groups, with those of what has ended and has not been reaped: it keeps the group's id from others.
+///
+/// # Errors
+/// As [`relatives`].
+pub(crate) fn look(but: &[Relative]) -> io::Result<Option<(Vec<Relative>, HashSet<OwnGroup>)>> {
     #[cfg(target_os = "linux")]
     {
         if !proc_is_of_this() {
@@ -111,6 +125,15 @@ pub(crate) fn relatives(but: &[Relative]) -> io::Result<Option<Vec<Relative>>> {
         let strange: HashSet<Pid> = strangers.filter_map(|it| it.group).collect();
         // What goes to the group of process 1 goes to all there are.
         let is_own = |group: &Pid| *group != Pid::INIT && !strange.contains(group);
+        let in_family = processes.iter().filter(|it| family.contains(&it.pid));
+        let groups = in_family.filter_map(|it| {
+            Some(OwnGroup {
+                id: it.group.filter(is_own)?,
+                session: it.session,
+                shares_session: it.session == own.session,
+            })
+        });
+        let groups = groups.collect();
         let relatives = processes
             .into_iter()
             .filter(|process| family.contains(&process.pid) && !process.has_ended)
@@ -120,11 +143,10 @@ pub(crate) fn relatives(but: &[Relative]) -> io::Result<Option<Vec<Relative>>> {
                 group: process.group,
                 session: process.session,
                 shares_group: process.group == own.group,
-                own_group: process.group.filter(is_own),
                 shares_session: process.session == own.session,
                 began: process.began,
             });
-        Ok(Some(relatives.collect()))
+        Ok(Some((relatives.collect(), groups)))
     }
     #[cfg(not(target_os = "linux"))]
     {
@@ -404,7 +426,6 @@ mod tests {
             group: None,
             session: None,
             shares_group: true,
-            own_group: None,
             shares_session: true,
             began: 0,
         };
